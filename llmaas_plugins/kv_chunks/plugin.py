@@ -246,8 +246,8 @@ class KVChunks:
     @lazy
     def _staging(self) -> Staging:
         if self._uses_native_context:  # few cells go through the buffers
-            return Staging(self._store, _SMALL_SEGMENT_BYTES)
-        return Staging(self._store)
+            return Staging(self._store.space, _SMALL_SEGMENT_BYTES)
+        return Staging(self._store.space)
 
     @lazy
     def _store(self) -> ChunkStore:
@@ -363,12 +363,12 @@ class KVChunks:
         self, engine: Engine, parking: ParkedContexts, memory: CellMemory | None
     ) -> ParkedCellBudget:
         n_bytes = token_bytes(engine.model, engine.llama.context_params)
-        return ParkedCellBudget(engine, parking, self._store, memory, n_bytes)
+        return ParkedCellBudget(engine, parking, self._store.space, memory, n_bytes)
 
     def _flush(self) -> None:
         try:
             self._store.flush()
-            self._store.refill()
+            self._store.reader.refill()
         except Exception as error:
             self._background_trouble.failed(
                 "writing or reading chunks ahead of time failed; contexts will be recomputed",

@@ -355,7 +355,7 @@ def test_no_thread_writes_once_a_restore_has_failed(  # noqa: PLR0917
 ):
     active, caller = stored(), threading.get_ident()
     store, (writing, started) = store_of(active), under_way
-    fetch = store.fetch
+    fetch = store.reader.fetch
 
     def failing(chunks, **options):
         if (threading.get_ident() == caller) == is_in_caller:
@@ -365,7 +365,7 @@ def test_no_thread_writes_once_a_restore_has_failed(  # noqa: PLR0917
 
     with make_one() as llama:
         with monkeypatch.context() as patch:
-            patch.setattr(store, "fetch", failing)
+            patch.setattr(store.reader, "fetch", failing)
             with pytest.raises(BaseException, match="for this test"):
                 ask(llama, PROMPT, 1)
             assert not writing

@@ -79,7 +79,7 @@ class Spares:
         if self.spare is None:
             self.parking = ParkedContexts(engine)
             each = token_bytes(engine.model, engine.llama.context_params)
-            self.spare = ParkedCellBudget(engine, self.parking, self.store, self.memory, each)
+            self.spare = ParkedCellBudget(engine, self.parking, self.store.space, self.memory, each)
         resident = engine.resident_tokens()[: engine.n_explained]
         self.collapsed.append(self.spare.balance(len(resident), len(request.tokens)))
         self.check_budget()

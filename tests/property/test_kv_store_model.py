@@ -88,7 +88,7 @@ class Store(RuleBasedStateMachine):
     @rule(i=which, share=shares, hold=st.booleans())
     def load(self, i, share, hold):
         path, _ = self.store.match(ROOT, self.earlier(i, share))
-        addresses = self.store.fetch(path)
+        addresses = self.store.reader.fetch(path)
         assert len(addresses) <= len(path)
         self.pinned.append((path[: len(addresses)], addresses))
         self.check_pinned()
@@ -99,7 +99,7 @@ class Store(RuleBasedStateMachine):
     @rule()
     def release(self):
         self.check_pinned()
-        self.store.unpin(self.pinned.pop(0)[0])
+        self.store.reader.unpin(self.pinned.pop(0)[0])
 
     def check_pinned(self):
         for chunks, addresses in self.pinned:
@@ -121,7 +121,7 @@ class Store(RuleBasedStateMachine):
 
     @rule(owner=st.integers(0, 1), n_pages=st.integers(0, RAM // PAGE))
     def lend(self, owner, n_pages):
-        lent = self.store.lend(owner, n_pages * PAGE)
+        lent = self.store.space.lend(owner, n_pages * PAGE)
         assert 0 <= lent <= n_pages * PAGE
         if lent < n_pages * PAGE:  # nothing more could be evicted
             assert self.stats("ram_bytes") + self.stats("lent_bytes") == RAM
@@ -153,7 +153,7 @@ class Store(RuleBasedStateMachine):
         assert stats["ram_bytes"] == sum(page_round(chunk.size) for chunk in in_ram) <= RAM
         assert stats["ram_bytes"] + stats["lent_bytes"] <= RAM
         active = sum(page_round(chunk.size) for chunk in self.store.tree if chunk.used)
-        assert self.store.lendable(None) == RAM - active - stats["lent_bytes"]
+        assert self.store.space.lendable(None) == RAM - active - stats["lent_bytes"]
         on_disk = sum(page_round(size) for _, size in self.on_disk().values())
         assert stats["disk_bytes"] == on_disk
         if self.disk_bytes:

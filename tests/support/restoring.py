@@ -41,7 +41,7 @@ def lose(suite, llama, prompt, indices):
     """Turn some of the prompt's chunks into ghosts."""
     path = path_of(suite, llama, prompt)
     for i in indices:
-        store_of(suite).drop_damaged(path[i])
+        store_of(suite).reader.drop_damaged(path[i])
 
 
 def leave_ram(suite, llama, prompt, indices=None):

@@ -80,11 +80,11 @@ def load(store, chunks):
 
 def load_together(store, chunks):
     """Load the leading chunks together and return their keys."""
-    found = chunks[: len(addresses := store.fetch(chunks))]
+    found = chunks[: len(addresses := store.reader.fetch(chunks))]
     for chunk, address in zip(found, addresses, strict=True):
         if ctypes.string_at(address, chunk.size) != expected(chunk):
             raise AssertionError(f"wrong payload for {chunk.id}")
-    store.unpin(found)
+    store.reader.unpin(found)
     return {chunk.id.key for chunk in found}
 
 

@@ -43,8 +43,8 @@ def n_loaded(directory, root, tokens):
     """Return the number of tokens that a new process gets back."""
     store = open_store(directory)
     path, n_tokens = store.match(root, tokens)
-    n = sum(chunk.n_tokens for chunk in path[: len(store.fetch(path))])
-    store.unpin(path)
+    n = sum(chunk.n_tokens for chunk in path[: len(store.reader.fetch(path))])
+    store.reader.unpin(path)
     store.close()
     return min(n, n_tokens)
 
@@ -316,8 +316,8 @@ def test_holder_is_named_and_forgotten_when_it_dies(run, kv):
 def test_chunks_written_behind_the_index_are_not_damage(run, kv, monkeypatch):
     """The holder evicted chunks and reused their space; its commit comes a moment later."""
     store = open_store(kv)
-    store.drop_damaged(store.tree.get(chain(ROOT, A)[6].key))
-    store.drop_damaged(store.tree.get(chain(ROOT, B)[4].key))
+    store.reader.drop_damaged(store.tree.get(chain(ROOT, A)[6].key))
+    store.reader.drop_damaged(store.tree.get(chain(ROOT, B)[4].key))
     save(store, ROOT, np.arange(3000, 3032, dtype=np.int32))
     commit = store._writer.commit
     store._writer.commit = lambda: None

@@ -69,8 +69,8 @@ def left_of(directory, ids):
 
 def n_found(store, tokens):
     path, _ = store.match(ROOT, tokens)
-    n_ready = len(store.fetch(path))
-    store.unpin(path[:n_ready])
+    n_ready = len(store.reader.fetch(path))
+    store.reader.unpin(path[:n_ready])
     return n_ready
 
 

@@ -52,11 +52,11 @@ def load(store, tokens):
     """Return the number of tokens in loaded chunks; assert that these are correct."""
     path, n_tokens = store.match(ROOT, tokens)
     assert path == [] or path[-1].id in chain(ROOT, tokens[: sum(c.n_tokens for c in path)])
-    addresses = store.fetch(path)
+    addresses = store.reader.fetch(path)
     ready = path[: len(addresses)]
     for chunk, address in zip(ready, addresses, strict=True):
         assert ctypes.string_at(address, chunk.size) == payload(GEOM, chunk.id)
-    store.unpin(ready)
+    store.reader.unpin(ready)
     return min(n_tokens, sum(chunk.n_tokens for chunk in ready))
 
 

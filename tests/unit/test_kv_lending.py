@@ -35,25 +35,25 @@ def keys(store):
 
 
 def test_what_chunks_in_use_take_cannot_be_lent(store):
-    assert store.lendable("cells") == RAM
+    assert store.space.lendable("cells") == RAM
     put(store, GEOM, A)
-    assert store.lendable("cells") == RAM - 3 * PAGE
+    assert store.space.lendable("cells") == RAM - 3 * PAGE
     store.touch(A)
     put(store, GEOM, A)  # again
-    assert store.lendable("cells") == RAM - 3 * PAGE
-    area = store.allocate_buffer(2 * PAGE)
-    assert store.lendable("cells") == RAM - 5 * PAGE
-    store.free_buffer(area)
-    store.drop_damaged(store.tree.get(A[2].key))
-    assert store.lendable("cells") == RAM - 2 * PAGE
+    assert store.space.lendable("cells") == RAM - 3 * PAGE
+    area = store.space.allocate_buffer(2 * PAGE)
+    assert store.space.lendable("cells") == RAM - 5 * PAGE
+    store.space.free_buffer(area)
+    store.reader.drop_damaged(store.tree.get(A[2].key))
+    assert store.space.lendable("cells") == RAM - 2 * PAGE
 
 
 def test_the_ghost_of_a_chunk_takes_nothing(store):
     put(store, GEOM, A)
-    store.drop_damaged(store.tree.get(A[0].key))
-    assert store.lendable("cells") == RAM - 2 * PAGE
+    store.reader.drop_damaged(store.tree.get(A[0].key))
+    assert store.space.lendable("cells") == RAM - 2 * PAGE
     store.put(A[0], PAGE, encoder(GEOM, A[0]), is_first=True)
-    assert store.lendable("cells") == RAM - 3 * PAGE
+    assert store.space.lendable("cells") == RAM - 3 * PAGE
 
 
 def test_a_chunk_takes_less_after_it_was_cut():
@@ -61,10 +61,10 @@ def test_a_chunk_takes_less_after_it_was_cut():
     store = ChunkStore(Budget(64 * PAGE), None)
     whole, cut = (page_round(len(payload(geometry, A[0], bits))) for bits in (8, 2))
     store.put(A[0], 20 * PAGE, encoder(geometry, A[0], 8), is_first=True)
-    assert store.lendable("cells") == 64 * PAGE - whole
+    assert store.space.lendable("cells") == 64 * PAGE - whole
     store.reduce_bits(A[:1], [2], lambda *_: len(payload(geometry, A[0], 2)))
     assert cut < whole
-    assert store.lendable("cells") == 64 * PAGE - cut
+    assert store.space.lendable("cells") == 64 * PAGE - cut
 
 
 def test_chunks_that_nobody_used_since_the_start_do_not_count(tmp_path):
@@ -73,9 +73,9 @@ def test_chunks_that_nobody_used_since_the_start_do_not_count(tmp_path):
     put(store, GEOM, B)
     store.close()
     store = on_disk(tmp_path)
-    assert store.lendable("cells") == RAM
+    assert store.space.lendable("cells") == RAM
     store.touch(A)
-    assert store.lendable("cells") == RAM - 3 * PAGE
+    assert store.space.lendable("cells") == RAM - 3 * PAGE
     store.close()
 
 
@@ -84,17 +84,17 @@ def test_contexts_in_use_count_where_ever_they_are(tmp_path):
     put(store, GEOM, A)
     put(store, GEOM, B)
     store.flush()
-    assert store.lend("cells", RAM) == RAM  # the chunks are on disk
+    assert store.space.lend("cells", RAM) == RAM  # the chunks are on disk
     assert store.stats()["ram_bytes"] == 0
     assert keys(store) == {chunk.key for chunk in A + B}
-    assert store.lendable("cells") == RAM - 6 * PAGE
+    assert store.space.lendable("cells") == RAM - 6 * PAGE
     store.close()
 
 
 def test_what_is_not_on_disk_yet_is_written_first(tmp_path):
     store = on_disk(tmp_path)
     put(store, GEOM, A)
-    assert store.lend("cells", RAM - PAGE) == RAM - PAGE
+    assert store.space.lend("cells", RAM - PAGE) == RAM - PAGE
     assert store.stats()["ram_bytes"] == PAGE
     assert keys(store) == {chunk.key for chunk in A}
     store.close()
@@ -103,40 +103,40 @@ def test_what_is_not_on_disk_yet_is_written_first(tmp_path):
 def test_without_a_disk_the_oldest_contexts_get_shorter(store):
     put(store, GEOM, A)
     put(store, GEOM, B)
-    assert store.lend("cells", 4 * PAGE) == 4 * PAGE
+    assert store.space.lend("cells", 4 * PAGE) == 4 * PAGE
     assert keys(store) == {chunk.key for chunk in A[:1] + B}
 
 
 def test_chunks_in_transfer_stay(store):
     put(store, GEOM, A)
     path = [store.tree.get(one.key) for one in A]
-    store.fetch(path)
-    assert store.lend("cells", RAM) == RAM - 3 * PAGE
-    store.unpin(path)
-    assert store.lend("cells", RAM) == RAM
+    store.reader.fetch(path)
+    assert store.space.lend("cells", RAM) == RAM - 3 * PAGE
+    store.reader.unpin(path)
+    assert store.space.lend("cells", RAM) == RAM
 
 
 def test_new_chunks_leave_what_is_lent_alone(store):
-    assert store.lend("cells", RAM - 2 * PAGE) == RAM - 2 * PAGE
+    assert store.space.lend("cells", RAM - 2 * PAGE) == RAM - 2 * PAGE
     put(store, GEOM, A[:2])
     put(store, GEOM, B[:2])
     assert keys(store) == {chunk.key for chunk in B[:2]}
     assert not store.put(B[2], 3 * PAGE, encoder(GEOM, B[2]), is_first=False)
     # nothing is evicted for chunks that cannot fit
     assert keys(store) == {chunk.key for chunk in B[:2]}
-    assert store.lend("cells", 0) == 0
+    assert store.space.lend("cells", 0) == 0
     put(store, GEOM, A)
     assert keys(store) == {chunk.key for chunk in A + B[:2]}
 
 
 def test_engines_do_not_count_twice_on_the_same_memory(store):
-    assert store.lend("one", 3 * PAGE) == 3 * PAGE
-    assert store.lendable("one") == RAM
-    assert store.lendable("other") == RAM - 3 * PAGE
-    assert store.lend("other", RAM) == RAM - 3 * PAGE
-    assert store.lend("one", 4 * PAGE) == 3 * PAGE
-    assert store.lend("other", 0) == 0
-    assert store.lend("one", 4 * PAGE) == 4 * PAGE
+    assert store.space.lend("one", 3 * PAGE) == 3 * PAGE
+    assert store.space.lendable("one") == RAM
+    assert store.space.lendable("other") == RAM - 3 * PAGE
+    assert store.space.lend("other", RAM) == RAM - 3 * PAGE
+    assert store.space.lend("one", 4 * PAGE) == 3 * PAGE
+    assert store.space.lend("other", 0) == 0
+    assert store.space.lend("one", 4 * PAGE) == 4 * PAGE
 
 
 def test_pages_of_chunks_that_went_hold_no_memory_once_they_are_lent():
@@ -148,14 +148,14 @@ def test_pages_of_chunks_that_went_hold_no_memory_once_they_are_lent():
     for i, one in enumerate(ids):
         assert store.put(one, bound, encoder(geometry, one), is_first=i == 0)
     before = resident_bytes()
-    assert store.lend("cells", n_bytes // 2) == n_bytes // 2
+    assert store.space.lend("cells", n_bytes // 2) == n_bytes // 2
     assert before - resident_bytes() > n_bytes // 4
     for chunk in store.tree:
-        (address,) = store.fetch([chunk])
+        (address,) = store.reader.fetch([chunk])
         offset = address - store._residency.ram.address(0)
         found = store._residency.ram.view(offset, chunk.size)
         assert bytes(found) == payload(geometry, chunk.id)
-        store.unpin([chunk])
+        store.reader.unpin([chunk])
 
 
 def resident_bytes():

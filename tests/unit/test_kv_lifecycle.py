@@ -142,13 +142,13 @@ def test_room_that_became_free_takes_back_what_was_used_last(open_store, reads_a
         [0, 1, 2, 3, 4],
     )
     store.evict_context("c")
-    store.refill()
+    store.reader.refill()
     assert (in_ram(store, a), in_ram(store, b)) == ([0, 1, 2, 3], [0, 1, 2, 3])
     assert reads_ahead == [True]
     assert store.stats()["refilled_chunks"] == 5
     assert all(chunk.pins == 0 for chunk in store.tree)
     before = store.stats()["read_bytes"]
-    store.refill()
+    store.reader.refill()
     assert store.stats()["read_bytes"] == before
 
 
@@ -173,11 +173,11 @@ def test_lost_chunk_leaves_a_ghost_that_the_next_save_fills(open_store):
     store = open_store(ram=20, disk=50)
     ids = save(store, tokens(0, 5), bits=(4, 4, 4, 4, 4), name="a")
     store.add_attention(ids, [1.0] * 5, [2.0] * 5)
-    store.drop_damaged(store.find(ids)[2])
+    store.reader.drop_damaged(store.find(ids)[2])
     path, n_tokens = store.match(ROOT, tokens(0, 5))
     assert [chunk.is_ghost for chunk in path] == [False, False, True, False, False]
     assert n_tokens == 80
-    assert store.fetch(path[2:]) == []
+    assert store.reader.fetch(path[2:]) == []
     assert store.missing(ids) == [2]
     save(store, tokens(0, 5), bits=(8, 8, 8, 8, 8), name="a")
     path, _ = store.match(ROOT, tokens(0, 5))
@@ -192,11 +192,11 @@ def test_chunk_lost_during_its_transfer_keeps_its_bytes_until_the_end(open_store
     store = open_store(ram=20, disk=50)
     save(store, tokens(0, 3))
     path, _ = store.match(ROOT, tokens(0, 3))
-    store.fetch(path)
-    store.drop_damaged(path[1])
+    store.reader.fetch(path)
+    store.reader.drop_damaged(path[1])
     used = store.stats()["ram_bytes"]
     assert store.match(ROOT, tokens(0, 3)).path[1].is_ghost
-    store.unpin(path)
+    store.reader.unpin(path)
     assert store.stats()["ram_bytes"] == used - PAGE
 
 
@@ -204,7 +204,7 @@ def test_prompt_that_ends_with_ghosts_matches_what_is_before_them(open_store):
     store = open_store(ram=20, disk=50)
     ids = save(store, tokens(0, 5))
     for i in (2, 3):
-        store.drop_damaged(store.find(ids)[i])
+        store.reader.drop_damaged(store.find(ids)[i])
     path, n_tokens = store.match(ROOT, tokens(0, 4))
     assert (len(path), n_tokens) == (2, 32)
 
@@ -213,7 +213,7 @@ def test_ghosts_go_with_the_last_chunk_behind_them(open_store):
     store = open_store(ram=20, disk=50)
     ids = save(store, tokens(0, 4), name="a")
     for i in (1, 2, 3):
-        store.drop_damaged(store.find(ids)[i])
+        store.reader.drop_damaged(store.find(ids)[i])
     assert store.stats()["chunks"] == 1
     assert store.tree.contexts() == {"a": ids[0].key}
 
@@ -221,7 +221,7 @@ def test_ghosts_go_with_the_last_chunk_behind_them(open_store):
 def test_deleted_context_takes_its_ghosts_along(open_store):
     store = open_store(ram=20, disk=50)
     ids = save(store, tokens(0, 4), name="a")
-    store.drop_damaged(store.find(ids)[1])
+    store.reader.drop_damaged(store.find(ids)[1])
     store.evict_context("a")
     assert len(store.tree) == 0
     assert (store.stats()["ram_bytes"], store.stats()["disk_bytes"]) == (0, 0)
@@ -297,9 +297,9 @@ def save_wide(store, values, bits):
 
 def contents(store, values):
     path, _ = store.match(ROOT, values)
-    addresses = store.fetch(path)
+    addresses = store.reader.fetch(path)
     found = [ctypes.string_at(a, c.size) for a, c in zip(addresses, path, strict=True)]
-    store.unpin(path)
+    store.reader.unpin(path)
     return found
 
 
@@ -328,12 +328,12 @@ def test_gaps_that_demotions_left_are_closed_for_new_chunks(open_store):
     ids = save_wide(store, tokens(0, 12), [8] * 12)  # 5 pages each
     store.reduce_bits(ids, [6] * 12, sizes)
     path, _ = store.match(ROOT, tokens(0, 12))
-    store.fetch(path[2:3])
+    store.reader.fetch(path[2:3])
     in_use = path[2].ram
     store.compact()
     more = save_wide(store, tokens(1000, 1), [8])
     assert path[2].ram == in_use
-    store.unpin(path[2:3])
+    store.reader.unpin(path[2:3])
     found = contents(store, tokens(0, 12))
     assert [data[128:] for data in found] == [payload(WIDE, wanted, 6)[128:] for wanted in ids]
     assert contents(store, tokens(1000, 1)) == [payload(WIDE, wanted, 8) for wanted in more]
@@ -343,10 +343,10 @@ def test_chunk_in_use_is_not_demoted(open_store):
     store = open_store(ram=40, disk=50)
     ids = save_wide(store, tokens(0, 2), [8, 8])
     path, _ = store.match(ROOT, tokens(0, 2))
-    store.fetch(path[:1])
+    store.reader.fetch(path[:1])
     store.reduce_bits(ids, [2, 2], sizes)
     assert [chunk.bits for chunk in path] == [8, 2]
-    store.unpin(path[:1])
+    store.reader.unpin(path[:1])
 
 
 def test_attention_of_chunks_is_remembered(open_store):

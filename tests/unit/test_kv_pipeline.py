@@ -73,11 +73,11 @@ def load(slab, payloads):
         stores.append(store := ChunkStore(Budget(ram), DiskStore(slab, 64 * MiB)))
         path, n_tokens = store.match(ROOT, TOKENS)
         assert n_tokens == len(TOKENS)
-        store.unpin([path[i] for i in in_ram if store.fetch([path[i]])])
+        store.reader.unpin([path[i] for i in in_ram if store.reader.fetch([path[i]])])
         for i in spoil:
-            store.drop_damaged(path[i])
+            store.reader.drop_damaged(path[i])
         chunks, lengths, position = path[start // 16 :], [], start
-        loader = Loader(store, Staging(store), workers, GEOM)
+        loader = Loader(store, Staging(store.space), workers, GEOM)
         with loader._staging.lock:
             steps = loader.steps(runs(chunks, gaps), start, ReadTimer())
             for step in steps:

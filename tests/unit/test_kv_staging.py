@@ -18,7 +18,7 @@ SMALL = KVGeometry(1, False, 1, 1, (64,), (64,))
 @pytest.mark.parametrize("limit", [64 * MiB, 512 * MiB])
 def test_buffers_hold_a_segment_each_within_the_budget(geometry, limit):
     store = ChunkStore(Budget(limit), None)
-    staging = Staging(store)
+    staging = Staging(store.space)
     n = staging.segment_chunks(geometry)
     assert blob_size(geometry, 16 * n) <= staging.buffer(0).nbytes
     assert store.stats()["buffer_bytes"] == staging.all_buffers.nbytes <= limit // 2
@@ -32,7 +32,7 @@ def test_buffers_hold_a_segment_each_within_the_budget(geometry, limit):
 
 def test_buffers_grow_with_the_model_and_give_back_what_they_had():
     store = ChunkStore(Budget(512 * MiB), None)
-    staging = Staging(store)
+    staging = Staging(store.space)
     staging.segment_chunks(SMALL)
     small = staging.all_buffers.nbytes
     n = staging.segment_chunks(HUGE)
@@ -46,7 +46,7 @@ def test_buffers_grow_with_the_model_and_give_back_what_they_had():
 def test_budget_too_small_for_a_chunk_says_what_would_do():
     store = ChunkStore(Budget(MiB), None)
     with pytest.raises(BudgetError, match="ram_budget to at least") as caught:
-        Staging(store).segment_chunks(HUGE)
+        Staging(store.space).segment_chunks(HUGE)
     assert store.stats()["buffer_bytes"] == 0
     enough = int(str(caught.value).rsplit(" ", 1)[1])
-    assert Staging(ChunkStore(Budget(enough), None)).segment_chunks(HUGE) == 1
+    assert Staging(ChunkStore(Budget(enough), None).space).segment_chunks(HUGE) == 1

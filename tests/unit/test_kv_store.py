@@ -56,11 +56,11 @@ def save(store, tokens, name=None):
 def load(store, tokens):
     """Return the token count of loaded leading chunks; assert that none changed."""
     path, _ = store.match(ROOT, tokens)
-    addresses = store.fetch(path)
+    addresses = store.reader.fetch(path)
     ready = path[: len(addresses)]
     for chunk, address in zip(ready, addresses, strict=True):
         assert ctypes.string_at(address, chunk.size) == payload(GEOM, chunk.id)
-    store.unpin(ready)
+    store.reader.unpin(ready)
     assert all(chunk.pins == 0 for chunk in store.tree)
     return sum(chunk.n_tokens for chunk in ready)
 
@@ -245,17 +245,17 @@ def test_pinned_chunks_stay_where_they_are(open_store):
     save(store, tokens)
     store.flush()
     path, _ = store.match(ROOT, tokens)
-    addresses = store.fetch(path)
+    addresses = store.reader.fetch(path)
     assert not put(store, chain(ROOT, text((500, 16)))[0])
     assert store.stats()["no_room"] == 1
     assert [ctypes.string_at(a, c.size) for a, c in zip(addresses, path, strict=True)] == [
         payload(GEOM, chunk.id) for chunk in path
     ]
-    store.unpin(path[2:])
+    store.reader.unpin(path[2:])
     assert put(store, chain(ROOT, text((500, 16)))[0])
     assert put(store, chain(ROOT, text((600, 16)))[0])
     assert [chunk.ram >= 0 for chunk in path] == [True, True, False, False]
-    store.unpin(path[:2])
+    store.reader.unpin(path[:2])
     assert load(store, tokens) == 64
 
 
@@ -272,10 +272,10 @@ def test_two_may_pin_the_same_chunks(open_store):
     store = open_store(ram=2, disk=200)
     save(store, text((0, 32)))
     path, _ = store.match(ROOT, text((0, 32)))
-    assert store.fetch(path) == store.fetch(path)
-    store.unpin(path)
+    assert store.reader.fetch(path) == store.reader.fetch(path)
+    store.reader.unpin(path)
     assert not put(store, chain(ROOT, text((500, 16)))[0])
-    store.unpin(path)
+    store.reader.unpin(path)
     assert put(store, chain(ROOT, text((500, 16)))[0])
 
 
@@ -284,12 +284,12 @@ def test_chunk_dropped_while_pinned_keeps_its_bytes_until_released(open_store):
     save(store, text((0, 32)), "a")
     store.flush()
     path, _ = store.match(ROOT, text((0, 32)))
-    addresses = store.fetch(path)
+    addresses = store.reader.fetch(path)
     assert store.evict_context("a") == sum(chunk.size for chunk in path)
     assert store.stats()["ram_bytes"] == 2 * PAGE
     assert not put(store, chain(ROOT, text((500, 16)))[0])
     assert ctypes.string_at(addresses[1], path[1].size) == payload(GEOM, path[1].id)
-    store.unpin(path)
+    store.reader.unpin(path)
     assert store.stats()["ram_bytes"] == store.stats()["disk_bytes"] == 0
 
 
@@ -297,10 +297,10 @@ def test_fetch_stops_at_a_chunk_that_is_gone(open_store):
     store = open_store(ram=8)
     save(store, text((0, 64)))
     path, _ = store.match(ROOT, text((0, 64)))
-    store.drop_damaged(path[2])
-    assert len(store.fetch(path)) == 2
+    store.reader.drop_damaged(path[2])
+    assert len(store.reader.fetch(path)) == 2
     assert [chunk.pins for chunk in path] == [1, 1, 0, 0]
-    store.unpin(path[:2])
+    store.reader.unpin(path[:2])
 
 
 # -- eviction -----------------------------------------------------------------------------------
@@ -479,14 +479,14 @@ def test_threads_share_a_store(open_store):
             for i in rng.integers(0, 5, 150):
                 save(store, contexts[i], str(i))
                 path, _ = store.match(ROOT, contexts[i])
-                addresses = store.fetch(path)
+                addresses = store.reader.fetch(path)
                 ready = path[: len(addresses)]
                 if rng.random() < 0.3:
                     store.evict_context(str(i))
                 for chunk, address in zip(ready, addresses, strict=True):
                     if ctypes.string_at(address, chunk.size) != payload(GEOM, chunk.id):
                         problems.append(chunk)
-                store.unpin(ready)
+                store.reader.unpin(ready)
                 if rng.random() < 0.3:
                     store.flush()
         except Exception as error:
@@ -517,7 +517,7 @@ def test_fault_drops_the_chunk_everywhere(open_store):
     save(store, tokens, "a")
     store.flush()
     path, _ = store.match(ROOT, tokens)
-    store.drop_damaged(path[2])
+    store.reader.drop_damaged(path[2])
     assert store.stats()["faults"] == 1
     assert load(store, tokens) == 32
     assert store.stats()["disk_bytes"] == store.stats()["ram_bytes"] == 3 * PAGE

@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import CellMemory, Engine
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
-from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
 from llmaas_plugins.model.identity import metadata
 
 __all__ = ["ParkedCellBudget", "token_bytes"]
@@ -63,7 +63,7 @@ class ParkedCellBudget:
         self,
         engine: Engine,
         parking: ParkedContexts,
-        store: ChunkStore,
+        space: RamSpace,
         memory: CellMemory | None,
         token_bytes: int,
     ) -> None:
@@ -72,13 +72,13 @@ class ParkedCellBudget:
         Args:
             engine: Engine that has the cells.
             parking: Parked contexts, which use the spare cells.
-            store: Store whose RAM tier lends the memory.
+            space: RAM tier that lends the memory.
             memory: Memory of the cells, or None if it cannot be released.
             token_bytes: Bytes of a cell, used if ``memory`` cannot tell.
         """
         self._engine_memory = llama_cpp.llama_get_memory(engine.ctx)
         self._parking = parking
-        self._store = store
+        self._space = space
         self._n_spare = self._max_parked = engine.n_spare
         self._has_parked = False  # since the last release; without any, a release gains nothing
         self._n_releases = 0
@@ -89,7 +89,7 @@ class ParkedCellBudget:
         else:
             self._token_bytes = self._memory.n_bytes // self._memory.n
             self._app_cells = self._memory.n - engine.n_spare
-        weakref.finalize(self, store.close_owner, self._owner)
+        weakref.finalize(self, space.close_owner, self._owner)
         if self._memory is None:
             self._lend_all()
 
@@ -105,8 +105,8 @@ class ParkedCellBudget:
         """
         if self._memory is None:
             return False
-        growth = self._store.ram_capacity // _GROWTH_DIVISOR
-        room = self._store.lendable(self._owner) - growth
+        growth = self._space.capacity // _GROWTH_DIVISOR
+        room = self._space.lendable(self._owner) - growth
         beyond = max(0, self._memory.touched_bytes - self._app_cells * self._token_bytes)
         self._has_parked |= self._parking.n_cells > 0
         if self._has_parked and beyond > max(room + growth // 2, _STEP * self._token_bytes):
@@ -130,7 +130,7 @@ class ParkedCellBudget:
             beyond: Bytes beyond the app's own cells that are in use already.
         """
         wanted = max(beyond, -(-n_beyond // _STEP) * _STEP * self._token_bytes)
-        lent = self._store.lend(self._owner, wanted)
+        lent = self._space.lend(self._owner, wanted)
         return limit if lent == wanted else min(limit, self._cells(lent))
 
     def stats(self) -> dict[str, int]:
@@ -153,12 +153,12 @@ class ParkedCellBudget:
             self._lend_all()
             return
         self._max_parked = self._cells(room // 2)
-        self._store.lend(self._owner, 0)
+        self._space.lend(self._owner, 0)
         self._parking.limit = 0  # nothing is parked at this switch: sequence 0 is empty
 
     def _lend_all(self) -> None:
         """Borrow the memory of all spare cells for good, whether they are used or not."""
-        lent = self._store.lend(self._owner, self._n_spare * self._token_bytes)
+        lent = self._space.lend(self._owner, self._n_spare * self._token_bytes)
         self._parking.limit = self._cells(lent)
 
     def _is_empty(self) -> bool:

@@ -1,15 +1,14 @@
 """Chunks in RAM and on disk, within byte budgets: claim, reclaim, load and fault (LLMS §3.1).
 
 ``put`` claims a chunk, encoded, in RAM, and ``flush`` writes it to disk ahead of time. Reclaiming
-its RAM then needs no I/O, and ``fetch`` loads it back on demand. A damaged chunk is a fault: it is
+its RAM then needs no I/O, and ``reader`` loads it back on demand. A damaged chunk is a fault: it is
 dropped, and its tokens are evaluated again.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
@@ -19,22 +18,25 @@ from llmaas_hooks import Tokens, forks
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.store.chunk_ids import ChunkId
+from llmaas_plugins.kv_chunks.store.chunk_reader import ChunkReader
 from llmaas_plugins.kv_chunks.store.chunk_writer import ChunkWriter
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.eviction import EvictionPolicy
-from llmaas_plugins.kv_chunks.store.extents import PAGE, page_round
+from llmaas_plugins.kv_chunks.store.extents import page_round
+from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
-from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree, PrefixMatch
-from llmaas_plugins.trouble import Trouble
+from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree, PrefixMatch
 
 __all__ = ["ChunkStore"]
 
-_log = logging.getLogger("llmaas.kv_chunks")
-_REFILL_CHUNKS = 16
-
 
 class ChunkStore(forks.Forked):
-    """The chunks of one process. Thread-safe; I/O and codecs run outside the lock."""
+    """The chunks of one process. Thread-safe; I/O and codecs run outside the lock.
+
+    Attributes:
+        space: Allocator of the RAM tier.
+        reader: Reader of chunks from disk into RAM.
+    """
 
     def __init__(
         self,
@@ -64,66 +66,15 @@ class ChunkStore(forks.Forked):
             if disk is not None:
                 disk.close()
             raise
+        self.space = RamSpace(self._residency, self._writer)
+        self.reader = ChunkReader(self._residency, self.space)
         self._layouts: dict[bytes, str] = {}
-        self._buffer_bytes = self._n_fetches = 0
-        self._closed_owners: deque[Hashable] = deque()
-        self._read_trouble = Trouble(_log, logging.WARNING)
         forks.watch(self)
 
     @property
     def tree(self) -> ChunkTree:
         """All chunks."""
         return self._residency.tree
-
-    @property
-    def ram_capacity(self) -> int:
-        """Bytes of the RAM tier."""
-        return self._residency.ram.capacity
-
-    def allocate_buffer(self, n_bytes: int) -> NDArray[np.uint8] | None:
-        """Reserve RAM-tier pages for transfer buffers; return None if they do not fit."""
-        offset = self._reserve_ram(n_bytes)
-        if offset is None:
-            return None
-        self._buffer_bytes += n_bytes
-        return self._residency.ram.view(offset, n_bytes)
-
-    def free_buffer(self, area: NDArray[np.uint8]) -> None:
-        """Free buffers that ``allocate_buffer`` returned."""
-        with self._residency.lock:
-            ram = self._residency.ram
-            ram.cancel(int(area.ctypes.data) - ram.address(0), len(area))
-        self._buffer_bytes -= len(area)
-
-    def close_owner(self, owner: Hashable) -> None:
-        """Note that ``owner`` is gone, so that its working set and its loan can be dropped.
-
-        The garbage collector calls this at any time, even inside the store. The work is therefore
-        left to the next call that needs space.
-        """
-        self._closed_owners.append(owner)
-
-    def lendable(self, owner: Hashable) -> int:
-        """Return the RAM-tier bytes that neither contexts in use nor other owners need.
-
-        The result is negative if the contexts in use do not all fit.
-        """
-        self._remove_closed_owners()
-        with self._residency.lock:
-            ram = self._residency.ram
-            others = ram.lent - self._residency.lent(owner)
-            return ram.capacity - self._buffer_bytes - self._residency.active_bytes - others
-
-    def lend(self, owner: Hashable, n_bytes: int) -> int:
-        """Lend RAM-tier bytes to ``owner``, evicting chunks if needed; return the bytes lent."""
-        self._remove_closed_owners()
-        for flushed in (False, True):
-            with self._residency.lock:
-                is_met = self._residency.lend(owner, n_bytes)
-            if is_met or flushed or not self._residency.dirty:
-                break
-            self.flush()
-        return self._residency.lent(owner)
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -178,7 +129,7 @@ class ChunkStore(forks.Forked):
             False if there is no space for the chunk or its parent is missing; the chunk will be
             recomputed.
         """
-        offset = self._reserve_ram(bound, wanted.parent)
+        offset = self.space.reserve(bound, wanted.parent)
         if offset is None:
             return False
         try:
@@ -229,48 +180,6 @@ class ChunkStore(forks.Forked):
                     self._residency.drop(chunk)
             self._residency.update.heads = self._residency.tree.contexts()
 
-    # -- load -----------------------------------------------------------------------------------
-
-    def fetch(self, chunks: Sequence[Chunk], *, is_ahead: bool = False) -> list[int]:
-        """Bring chunks into RAM and pin them until ``release``.
-
-        Args:
-            chunks: Chunks to fetch.
-            is_ahead: True if no request waits for them yet.
-
-        Returns:
-            Addresses of the leading chunks that are in RAM and valid; fewer than ``chunks`` if one
-            was damaged or did not fit.
-        """
-        wanted: list[Chunk] = []
-        self._n_fetches += 1
-        with self._residency.lock:
-            for chunk in chunks:
-                if self._residency.tree.get(chunk.id.key) is not chunk or chunk.is_ghost:
-                    break
-                chunk.pins += 1
-                wanted.append(chunk)
-            absent = [chunk for chunk in wanted if chunk.ram == ABSENT]
-            self._residency.counters.ram_hits += len(wanted) - len(absent)
-        places = self._reserve_for(absent)
-        self._read(absent[: len(places)], places, is_ahead=is_ahead)
-        with self._residency.lock:
-            n_ready = next((i for i, c in enumerate(wanted) if c.ram == ABSENT), len(wanted))
-            self._residency.unpin(wanted[n_ready:])
-            return [self._residency.ram.address(chunk.ram) for chunk in wanted[:n_ready]]
-
-    def unpin(self, chunks: Sequence[Chunk]) -> None:
-        """Unpin chunks that ``fetch`` returned."""
-        with self._residency.lock:
-            self._residency.unpin(chunks)
-
-    def drop_damaged(self, chunk: Chunk) -> None:
-        """Drop a chunk whose bytes are unusable."""
-        with self._residency.lock:
-            self._residency.counters.faults += 1
-            if self._residency.tree.get(chunk.id.key) is chunk:
-                self._residency.drop_bytes(chunk)
-
     # -- tolerance (LLMS §3.2), working sets (§3.4) -----------------------------------------------
 
     def add_attention(
@@ -307,7 +216,7 @@ class ChunkStore(forks.Forked):
         with self._residency.lock:
             self._residency.lock_working_set(owner, filter(None, chunks))
 
-    # -- writer-out, eviction, end ----------------------------------------------------------------
+    # -- eviction, end ----------------------------------------------------------------------
 
     def flush(self) -> None:
         """Write every dirty chunk to disk and commit the index; count and log errors."""
@@ -318,51 +227,6 @@ class ChunkStore(forks.Forked):
         """Close the gaps that shortened chunks left in RAM, if moving chunks is worthwhile."""
         with self._residency.lock:
             self._residency.ram.compact()
-
-    def refill(self) -> None:
-        """Read chunks back into free RAM, the most recently used ones first.
-
-        Stop as soon as another thread calls ``fetch``.
-        """
-        n_fetches, wanted = self._n_fetches, self._wanted_back()
-        for i in range(0, len(wanted), _REFILL_CHUNKS):
-            chunks, places = self._places_back(wanted[i : i + _REFILL_CHUNKS])
-            self._read(chunks, places, is_ahead=True, are_oldest=True)
-            with self._residency.lock:
-                n_back = sum(chunk.ram != ABSENT for chunk in chunks)
-                self._residency.counters.refilled_chunks += n_back
-                self._residency.unpin(chunks)
-            if self._n_fetches != n_fetches:
-                return
-
-    def _wanted_back(self) -> list[Chunk]:
-        """Return used chunks that are only on disk and fit into free RAM, last used first."""
-        with self._residency.lock:
-            free = self._residency.ram.usable_bytes - self._residency.ram.used_bytes
-            if free < PAGE:
-                return []
-            absent = [c for c in self._residency.tree if c.used and c.ram == ABSENT != c.disk]
-        absent.sort(key=lambda chunk: chunk.used, reverse=True)
-        ends = itertools.accumulate(page_round(chunk.size) for chunk in absent)
-        return [chunk for chunk, end in zip(absent, ends, strict=True) if end <= free]
-
-    def _places_back(self, wanted: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
-        """Pin the chunks that are still only on disk; return them and free places for them."""
-        chunks: list[Chunk] = []
-        places: list[int] = []
-        with self._residency.lock:
-            for chunk in wanted:
-                if chunk.ram != ABSENT or chunk.disk == ABSENT:
-                    continue
-                place = self._residency.ram.reserve(
-                    chunk.size, _never, self._residency.evict_from_ram
-                )
-                if place is None:
-                    break
-                chunk.pins += 1
-                chunks.append(chunk)
-                places.append(place)
-        return chunks, places
 
     def evict_context(self, context_id: str) -> int:
         """Delete for good what only this context needs, in every tier; return the bytes freed.
@@ -382,7 +246,7 @@ class ChunkStore(forks.Forked):
 
     def stats(self) -> dict[str, object]:
         """Return sizes and counters as JSON types."""
-        self._remove_closed_owners()
+        self.space.remove_closed_owners()
         with self._residency.lock:
             tree, ram, disk = self._residency.tree, self._residency.ram, self._residency.disk
             levels = Counter(chunk.bits for chunk in tree if chunk.bits)
@@ -390,8 +254,8 @@ class ChunkStore(forks.Forked):
                 "chunks": len(tree),
                 "levels": {str(bits): n for bits, n in sorted(levels.items(), reverse=True)},
                 "contexts": len(tree.contexts()),
-                "ram_bytes": ram.used_bytes - self._buffer_bytes,
-                "buffer_bytes": self._buffer_bytes,
+                "ram_bytes": ram.used_bytes - self.space.buffer_bytes,
+                "buffer_bytes": self.space.buffer_bytes,
                 "lent_bytes": ram.lent,
                 "ram_budget_bytes": ram.capacity,
                 "disk_bytes": 0 if disk is None else disk.used_bytes,
@@ -423,84 +287,3 @@ class ChunkStore(forks.Forked):
             self._writer = None
             self._residency.detach_disk()
         self._residency.lock.release()
-
-    # -- inside ---------------------------------------------------------------------------------
-
-    def _remove_closed_owners(self) -> None:
-        while self._closed_owners:
-            with self._residency.lock:
-                self._residency.remove_owner(self._closed_owners.popleft())
-
-    def _reserve_ram(self, n_bytes: int, parent: bytes | None = None) -> int | None:
-        """Reserve RAM without dropping ``parent``; write dirty chunks to disk first if needed."""
-        self._remove_closed_owners()
-        for flushed in (False, True):
-            with self._residency.lock:
-                offset = self._residency.reserve_ram(n_bytes, parent)
-            if offset is not None or flushed or not self._residency.dirty:
-                break
-            self.flush()
-        if offset is None:
-            with self._residency.lock:
-                offset = self._residency.reserve_ram_by_loss(n_bytes, parent)
-        if offset is None:
-            self._residency.counters.no_room += 1
-        return offset
-
-    def _reserve_for(self, chunks: Sequence[Chunk]) -> list[int]:
-        places: list[int] = []
-        for chunk in chunks:
-            offset = self._reserve_ram(chunk.size)
-            if offset is None:
-                break
-            places.append(offset)
-        return places
-
-    def _read(
-        self,
-        chunks: Sequence[Chunk],
-        places: Sequence[int],
-        *,
-        is_ahead: bool,
-        are_oldest: bool = False,
-    ) -> None:
-        tier = self._residency.disk
-        if tier is None or not chunks:
-            return
-        coming: list[tuple[Chunk, int, int]] = []
-        with self._residency.lock:
-            for chunk, place in zip(chunks, places, strict=True):
-                if chunk.ram == ABSENT and chunk.disk != ABSENT:
-                    coming.append((chunk, place, tier.file_offset(chunk.disk)))
-                else:  # another thread read or dropped it meanwhile
-                    self._residency.ram.cancel(place, chunk.size)
-        statuses = _native.store_read(
-            tier.fd,
-            [offset for _, _, offset in coming],
-            [chunk.size for chunk, _, _ in coming],
-            [self._residency.ram.address(place) for _, place, _ in coming],
-            [chunk.id.key for chunk, _, _ in coming],
-            is_ahead=is_ahead,
-        )
-        unusable: list[str] = []
-        with self._residency.lock:
-            for (chunk, place, _), status in zip(coming, statuses, strict=True):
-                if status == _native.Status.OK and chunk.ram == ABSENT:
-                    chunk.ram = place
-                    self._residency.ram.queue.add(chunk, is_oldest=are_oldest)
-                    self._residency.counters.disk_hits += 1
-                    self._residency.counters.read_bytes += chunk.size
-                    continue
-                self._residency.ram.cancel(place, chunk.size)
-                if status != _native.Status.OK and self._residency.tree.get(chunk.id.key) is chunk:
-                    unusable.append(status.name)
-                    self.drop_damaged(chunk)
-            if unusable:
-                found = unusable[0]
-                self._read_trouble.failed("a stored chunk is unusable (%s); recomputing it", found)
-            elif coming:
-                self._read_trouble.worked()
-
-
-def _never(_: Chunk) -> bool:
-    return False

@@ -45,7 +45,9 @@ class ChunkWriter:
         residency.update.removed += n_invalid
 
     def flush(self) -> None:
-        """Write every dirty chunk to disk and commit the index. Errors are counted and logged."""
+        """Write every dirty chunk to disk and commit the index; count and log errors."""
+        if self._residency.disk is None:  # the store was closed, or this is a forked child
+            return
         with self._flush_lock:
             written: list[Chunk] = []
             lost: dict[bytes, Chunk] = {}

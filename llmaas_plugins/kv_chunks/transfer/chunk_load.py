@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llmaas_plugins import _native
 from llmaas_plugins._native import KVGeometry, NativeError
-from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.kv_chunks.store.chunk_reader import ChunkReader
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
 
 __all__ = ["CellSegment", "ChunkLoad", "Decode", "Gap", "ReadTimer", "split_records"]
@@ -70,7 +70,7 @@ class ReadTimer:
 class ChunkLoad(NamedTuple):
     """Steps that turn the chunks of one load into blobs."""
 
-    store: ChunkStore
+    reader: ChunkReader
     geometry: KVGeometry
     reads: ReadTimer
 
@@ -135,7 +135,7 @@ class ChunkLoad(NamedTuple):
 
     def read(self, record: Sequence[Chunk]) -> None:
         """Read a record into RAM ahead of need."""
-        self.store.unpin(record[: len(self._fetch(record, is_ahead=True))])
+        self.reader.unpin(record[: len(self._fetch(record, is_ahead=True))])
 
     def segment(
         self, buffer: NDArray[np.uint8], chunks: Sequence[Chunk], start: int
@@ -168,7 +168,7 @@ class ChunkLoad(NamedTuple):
     def _fetch(self, chunks: Sequence[Chunk], *, is_ahead: bool = False) -> list[int]:
         started = time.perf_counter()
         n_bytes = sum(chunk.size for chunk in chunks if chunk.ram == ABSENT)
-        addresses = self.store.fetch(chunks, is_ahead=is_ahead)
+        addresses = self.reader.fetch(chunks, is_ahead=is_ahead)
         if n_bytes and len(addresses) == len(chunks):
             self.reads.add(n_bytes, started)
         return addresses
@@ -183,10 +183,10 @@ class ChunkLoad(NamedTuple):
             if chunks:
                 decode(addresses, sizes, firsts)
         except NativeError as error:
-            self.store.drop_damaged(chunks[error.n_done])
+            self.reader.drop_damaged(chunks[error.n_done])
             return error.n_done
         finally:
-            self.store.unpin(chunks)
+            self.reader.unpin(chunks)
         return len(chunks)
 
 

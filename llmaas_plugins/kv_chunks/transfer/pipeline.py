@@ -106,7 +106,7 @@ class Loader:
             start: Position of the first run's first token.
             reads: Record of the disk reads, which this load updates.
         """
-        load = ChunkLoad(self._store, self._geometry, reads)
+        load = ChunkLoad(self._store.reader, self._geometry, reads)
         chunks = [chunk for run in runs if run.is_loaded for chunk in run.chunks]
         is_in_ram = all(chunk.ram != ABSENT for chunk in chunks)
         n_bytes, room = load.blob_bytes(chunks), len(self._staging.all_buffers)
@@ -131,7 +131,7 @@ class Loader:
             [part.chunks for part in parts if part.is_loaded],
             self._staging,
             self._workers,
-            self._store.ram_capacity // _READ_AHEAD_DIVISOR if reads_ahead else 0,
+            self._store.space.capacity // _READ_AHEAD_DIVISOR if reads_ahead else 0,
         )
         try:
             feed.start()

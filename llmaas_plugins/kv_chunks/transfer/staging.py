@@ -9,8 +9,8 @@ from llmaas_hooks import BudgetError, forks
 from llmaas_plugins import _native
 from llmaas_plugins._native import KVGeometry
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
-from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.extents import page_round
+from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
 
 __all__ = ["Staging"]
 
@@ -27,16 +27,16 @@ class Staging:
 
     BUFFERS = 3
 
-    def __init__(self, store: ChunkStore, segment_bytes: int = 4 << 20) -> None:
+    def __init__(self, space: RamSpace, segment_bytes: int = 4 << 20) -> None:
         """Start without buffers; ``segment_chunks`` allocates them.
 
         Args:
-            store: Store whose RAM tier provides the space.
+            space: RAM tier that provides the buffers.
             segment_bytes: Wanted bytes of cells in a segment.
         """
         self.lock = forks.lock()
         self.all_buffers: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
-        self._store = store
+        self._space = space
         self._segment_bytes = segment_bytes
 
     def segment_chunks(self, geometry: KVGeometry) -> int:
@@ -49,7 +49,7 @@ class Staging:
         """
         one = _native.blob_size(geometry, CHUNK_TOKENS)
         each = _native.blob_size(geometry, 2 * CHUNK_TOKENS) - one
-        most = min(self._segment_bytes, self._store.ram_capacity // _SHARE)
+        most = min(self._segment_bytes, self._space.capacity // _SHARE)
         n_chunks = max(1, 1 + (most - one) // each)
         with self.lock:
             self._grow(self.BUFFERS * page_round(one + (n_chunks - 1) * each))
@@ -64,13 +64,13 @@ class Staging:
     def _grow(self, n_bytes: int) -> None:
         if n_bytes <= len(self.all_buffers):
             return
-        area = self._store.allocate_buffer(n_bytes)
+        area = self._space.allocate_buffer(n_bytes)
         if area is None:
             raise BudgetError(
                 f"this model needs {n_bytes} bytes of transfer buffers, but the RAM tier has only "
-                f"{self._store.ram_capacity}; set plugins.kv_chunks.ram_budget to at least "
+                f"{self._space.capacity}; set plugins.kv_chunks.ram_budget to at least "
                 f"{_SHARE * n_bytes // self.BUFFERS}"
             )
         if len(self.all_buffers):
-            self._store.free_buffer(self.all_buffers)
+            self._space.free_buffer(self.all_buffers)
         self.all_buffers = area

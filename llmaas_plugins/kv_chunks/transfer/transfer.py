@@ -133,7 +133,7 @@ class Transfer:
         self._save_trouble = Trouble(_log, logging.WARNING)
         self._load_trouble = Trouble(_log, logging.WARNING)
         self._layout_trouble = Trouble(_log, logging.WARNING)
-        weakref.finalize(self, self._store.close_owner, self._owner)
+        weakref.finalize(self, self._store.space.close_owner, self._owner)
 
     # -- swap-out -------------------------------------------------------------------------------
 
@@ -386,7 +386,7 @@ class Transfer:
             self._memory, blob, geometry.n_planes, is_first=not kept
         )
         if row_addresses is not None and _native.landings_fit(geometry, row_addresses, n_cells):
-            load = ChunkLoad(self._store, geometry, reads)
+            load = ChunkLoad(self._store.reader, geometry, reads)
             n_sound = load_into_cells(load, chunks, row_addresses, self._workers.load)
             n_sound_tokens = count_tokens(chunks[:n_sound])
             n_tokens = min(n_sound_tokens, n_prompt - kept)

@@ -1,0 +1,173 @@
+"""Read chunks from disk into RAM: on demand, and back into free RAM ahead of time (LLMS §3.4)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+
+from llmaas_plugins import _native
+from llmaas_plugins.kv_chunks.store.extents import PAGE, page_round
+from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
+from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk
+from llmaas_plugins.trouble import Trouble
+
+__all__ = ["ChunkReader"]
+
+_log = logging.getLogger("llmaas.kv_chunks")
+_REFILL_CHUNKS = 16
+
+
+class ChunkReader:
+    """Reader of a store's chunks. Thread-safe; reads run outside the residency's lock."""
+
+    def __init__(self, residency: ChunkResidency, space: RamSpace) -> None:
+        """Read into ``space``."""
+        self._residency = residency
+        self._space = space
+        self._n_fetches = 0
+        self._read_trouble = Trouble(_log, logging.WARNING)
+
+    def fetch(self, chunks: Sequence[Chunk], *, is_ahead: bool = False) -> list[int]:
+        """Bring chunks into RAM and pin them until ``release``.
+
+        Args:
+            chunks: Chunks to fetch.
+            is_ahead: True if no request waits for them yet.
+
+        Returns:
+            Addresses of the leading chunks that are in RAM and valid; fewer than ``chunks`` if one
+            was damaged or did not fit.
+        """
+        wanted: list[Chunk] = []
+        self._n_fetches += 1
+        with self._residency.lock:
+            for chunk in chunks:
+                if self._residency.tree.get(chunk.id.key) is not chunk or chunk.is_ghost:
+                    break
+                chunk.pins += 1
+                wanted.append(chunk)
+            absent = [chunk for chunk in wanted if chunk.ram == ABSENT]
+            self._residency.counters.ram_hits += len(wanted) - len(absent)
+        offsets = self._reserve_all(absent)
+        self._read(absent[: len(offsets)], offsets, is_ahead=is_ahead)
+        with self._residency.lock:
+            n_ready = next((i for i, c in enumerate(wanted) if c.ram == ABSENT), len(wanted))
+            self._residency.unpin(wanted[n_ready:])
+            return [self._residency.ram.address(chunk.ram) for chunk in wanted[:n_ready]]
+
+    def unpin(self, chunks: Sequence[Chunk]) -> None:
+        """Unpin chunks that ``fetch`` returned."""
+        with self._residency.lock:
+            self._residency.unpin(chunks)
+
+    def drop_damaged(self, chunk: Chunk) -> None:
+        """Drop a chunk whose bytes are unusable."""
+        with self._residency.lock:
+            self._residency.counters.faults += 1
+            if self._residency.tree.get(chunk.id.key) is chunk:
+                self._residency.drop_bytes(chunk)
+
+    def refill(self) -> None:
+        """Read chunks back into free RAM, the most recently used ones first.
+
+        Stop as soon as another thread calls ``fetch``.
+        """
+        n_fetches, wanted = self._n_fetches, self._refill_candidates()
+        for i in range(0, len(wanted), _REFILL_CHUNKS):
+            chunks, offsets = self._reserve_free(wanted[i : i + _REFILL_CHUNKS])
+            self._read(chunks, offsets, is_ahead=True, are_oldest=True)
+            with self._residency.lock:
+                n_refilled = sum(chunk.ram != ABSENT for chunk in chunks)
+                self._residency.counters.refilled_chunks += n_refilled
+                self._residency.unpin(chunks)
+            if self._n_fetches != n_fetches:
+                return
+
+    def _refill_candidates(self) -> list[Chunk]:
+        """Return used chunks that are only on disk and fit into free RAM, last used first."""
+        with self._residency.lock:
+            free = self._residency.ram.usable_bytes - self._residency.ram.used_bytes
+            if free < PAGE:
+                return []
+            absent = [c for c in self._residency.tree if c.used and c.ram == ABSENT != c.disk]
+        absent.sort(key=lambda chunk: chunk.used, reverse=True)
+        ends = itertools.accumulate(page_round(chunk.size) for chunk in absent)
+        return [chunk for chunk, end in zip(absent, ends, strict=True) if end <= free]
+
+    def _reserve_free(self, wanted: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
+        """Pin the chunks that are still only on disk; return them and free offsets for them."""
+        chunks: list[Chunk] = []
+        offsets: list[int] = []
+        with self._residency.lock:
+            for chunk in wanted:
+                if chunk.ram != ABSENT or chunk.disk == ABSENT:
+                    continue
+                offset = self._residency.ram.reserve(
+                    chunk.size, _never, self._residency.evict_from_ram
+                )
+                if offset is None:
+                    break
+                chunk.pins += 1
+                chunks.append(chunk)
+                offsets.append(offset)
+        return chunks, offsets
+
+    def _reserve_all(self, chunks: Sequence[Chunk]) -> list[int]:
+        offsets: list[int] = []
+        for chunk in chunks:
+            offset = self._space.reserve(chunk.size)
+            if offset is None:
+                break
+            offsets.append(offset)
+        return offsets
+
+    def _read(
+        self,
+        chunks: Sequence[Chunk],
+        offsets: Sequence[int],
+        *,
+        is_ahead: bool,
+        are_oldest: bool = False,
+    ) -> None:
+        tier = self._residency.disk
+        if tier is None or not chunks:
+            return
+        pending: list[tuple[Chunk, int, int]] = []
+        with self._residency.lock:
+            for chunk, offset in zip(chunks, offsets, strict=True):
+                if chunk.ram == ABSENT and chunk.disk != ABSENT:
+                    pending.append((chunk, offset, tier.file_offset(chunk.disk)))
+                else:  # another thread read or dropped it meanwhile
+                    self._residency.ram.cancel(offset, chunk.size)
+        statuses = _native.store_read(
+            tier.fd,
+            [in_file for _, _, in_file in pending],
+            [chunk.size for chunk, _, _ in pending],
+            [self._residency.ram.address(offset) for _, offset, _ in pending],
+            [chunk.id.key for chunk, _, _ in pending],
+            is_ahead=is_ahead,
+        )
+        unusable: list[str] = []
+        with self._residency.lock:
+            for (chunk, offset, _), status in zip(pending, statuses, strict=True):
+                if status == _native.Status.OK and chunk.ram == ABSENT:
+                    chunk.ram = offset
+                    self._residency.ram.queue.add(chunk, is_oldest=are_oldest)
+                    self._residency.counters.disk_hits += 1
+                    self._residency.counters.read_bytes += chunk.size
+                    continue
+                self._residency.ram.cancel(offset, chunk.size)
+                if status != _native.Status.OK and self._residency.tree.get(chunk.id.key) is chunk:
+                    unusable.append(status.name)
+                    self.drop_damaged(chunk)
+            if unusable:
+                found = unusable[0]
+                self._read_trouble.failed("a stored chunk is unusable (%s); recomputing it", found)
+            elif pending:
+                self._read_trouble.worked()
+
+
+def _never(_: Chunk) -> bool:
+    return False

@@ -1,0 +1,101 @@
+"""Space in the RAM tier: for chunks, for transfer buffers, and lent to spare cells."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_plugins.kv_chunks.store.chunk_writer import ChunkWriter
+from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
+
+__all__ = ["RamSpace"]
+
+
+class RamSpace:
+    """Allocator of RAM-tier bytes, which writes chunks to disk if it must evict them. Thread-safe.
+
+    Attributes:
+        buffer_bytes: Bytes of all transfer buffers.
+    """
+
+    def __init__(self, residency: ChunkResidency, writer: ChunkWriter | None) -> None:
+        """Start without buffers; ``writer`` is None without a disk tier."""
+        self._residency = residency
+        self._writer = writer
+        self._closed_owners: deque[Hashable] = deque()
+        self.buffer_bytes = 0
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the RAM tier."""
+        return self._residency.ram.capacity
+
+    def allocate_buffer(self, n_bytes: int) -> NDArray[np.uint8] | None:
+        """Reserve RAM-tier pages for transfer buffers; return None if they do not fit."""
+        offset = self.reserve(n_bytes)
+        if offset is None:
+            return None
+        self.buffer_bytes += n_bytes
+        return self._residency.ram.view(offset, n_bytes)
+
+    def free_buffer(self, area: NDArray[np.uint8]) -> None:
+        """Free buffers that ``allocate_buffer`` returned."""
+        with self._residency.lock:
+            ram = self._residency.ram
+            ram.cancel(int(area.ctypes.data) - ram.address(0), len(area))
+        self.buffer_bytes -= len(area)
+
+    def close_owner(self, owner: Hashable) -> None:
+        """Note that ``owner`` is gone, so that its working set and its loan can be dropped.
+
+        The garbage collector calls this at any time, even inside the store. The work is therefore
+        left to the next call that needs space.
+        """
+        self._closed_owners.append(owner)
+
+    def lendable(self, owner: Hashable) -> int:
+        """Return the RAM-tier bytes that neither contexts in use nor other owners need.
+
+        The result is negative if the contexts in use do not all fit.
+        """
+        self.remove_closed_owners()
+        with self._residency.lock:
+            ram = self._residency.ram
+            others = ram.lent - self._residency.lent(owner)
+            return ram.capacity - self.buffer_bytes - self._residency.active_bytes - others
+
+    def lend(self, owner: Hashable, n_bytes: int) -> int:
+        """Lend RAM-tier bytes to ``owner``, evicting chunks if needed; return the bytes lent."""
+        self.remove_closed_owners()
+        for flushed in (False, True):
+            with self._residency.lock:
+                is_met = self._residency.lend(owner, n_bytes)
+            if is_met or flushed or self._writer is None or not self._residency.dirty:
+                break
+            self._writer.flush()
+        return self._residency.lent(owner)
+
+    def remove_closed_owners(self) -> None:
+        """Drop the working sets and loans of owners that are gone."""
+        while self._closed_owners:
+            with self._residency.lock:
+                self._residency.remove_owner(self._closed_owners.popleft())
+
+    def reserve(self, n_bytes: int, parent: bytes | None = None) -> int | None:
+        """Reserve RAM without dropping ``parent``; write dirty chunks to disk first if needed."""
+        self.remove_closed_owners()
+        for flushed in (False, True):
+            with self._residency.lock:
+                offset = self._residency.reserve_ram(n_bytes, parent)
+            if offset is not None or flushed or self._writer is None or not self._residency.dirty:
+                break
+            self._writer.flush()
+        if offset is None:
+            with self._residency.lock:
+                offset = self._residency.reserve_ram_by_loss(n_bytes, parent)
+        if offset is None:
+            self._residency.counters.no_room += 1
+        return offset
