@@ -16,9 +16,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llmaas_plugins.activation import Suite, activate, active_suite
+    from llmaas_plugins.activation import Suite, activate, active_suite, without
     from llmaas_plugins.config import Config, load_config
-    from llmaas_plugins.declining import without
 
 __all__ = [
     "Config",
@@ -38,7 +37,7 @@ _MODULES = {
     "activate": "activation",
     "active_suite": "activation",
     "load_config": "config",
-    "without": "declining",
+    "without": "activation",
 }
 
 

@@ -7,15 +7,16 @@ import functools
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from llmaas_hooks import HookManager, forks
-from llmaas_hooks.discovery import load_plugin
+from llmaas_hooks import HookManager, forks, request_scope
+from llmaas_hooks.discovery import load_plugin, plugin_entry
 from llmaas_hooks.errors import ConfigError, PluginError
 from llmaas_plugins.config import Config, Source, load_config, validated
 
-__all__ = ["Suite", "activate", "active_suite", "make_plugin"]
+__all__ = ["Suite", "activate", "active_suite", "make_plugin", "without"]
 
 _log = logging.getLogger("llmaas")
 _lock = forks.lock()
@@ -213,3 +214,23 @@ def _exit() -> None:
 def active_suite() -> Suite | None:
     """Return the suite that is active in this process, or None."""
     return _active
+
+
+def without(*names: str) -> AbstractContextManager[None]:
+    """Exclude plugins from the requests that are started inside the block.
+
+    The block applies to this thread or task; nested blocks add up. A plugin's effects on the whole
+    process (weights, contexts that are created) stay.
+
+        with llmaas_plugins.without("knn_lm"):
+            llm("Once upon a time")          # the model's own words
+
+    Raises:
+        UnknownPluginError: A name is not that of an installed plugin.
+    """
+    suite = active_suite()
+    known = () if suite is None else suite.config.enabled()
+    for name in names:
+        if name not in known:  # searching installed plugins takes milliseconds
+            plugin_entry(name)
+    return request_scope.without(*names)

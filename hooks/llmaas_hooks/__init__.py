@@ -48,6 +48,7 @@ from llmaas_hooks.native import (
     TensorInfo,
     WeightClaim,
 )
+from llmaas_hooks.request_scope import RequestScope, serving_context
 from llmaas_hooks.tokens import common_prefix
 from llmaas_hooks.types import (
     ContextCreate,
@@ -95,6 +96,7 @@ __all__ = [
     "Plugin",
     "PluginError",
     "Request",
+    "RequestScope",
     "RequestStats",
     "StoreError",
     "Subscription",
@@ -105,4 +107,5 @@ __all__ = [
     "WeightClaim",
     "common_prefix",
     "hookimpl",
+    "serving_context",
 ]

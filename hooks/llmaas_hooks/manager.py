@@ -19,6 +19,7 @@ from llmaas_hooks.failures import Failures
 from llmaas_hooks.implementations import Implementation, running
 from llmaas_hooks.markers import NAME
 from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
+from llmaas_hooks.request_scope import RequestScope
 from llmaas_hooks.types import (
     ContextCreate,
     DecodeStep,
@@ -136,6 +137,10 @@ class HookManager:
         An app that got an exception would believe that the context still exists.
         """
         self._call("llmaas_context_free", raises=False, ctx=ctx)
+
+    def app_batch(self, ctx: int, scope: RequestScope) -> None:
+        """Fire ``llmaas_app_batch``."""
+        self._call("llmaas_app_batch", ctx=ctx, scope=scope)
 
     def decode(self, step: DecodeStep) -> None:
         """Fire ``llmaas_decode``."""

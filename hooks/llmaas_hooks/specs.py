@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
+    from llmaas_hooks.request_scope import RequestScope
     from llmaas_hooks.types import (
         ContextCreate,
         DecodeStep,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "llmaas_app_batch",
     "llmaas_context_create",
     "llmaas_context_free",
     "llmaas_decode",
@@ -108,6 +110,17 @@ def llmaas_context_free(ctx: int) -> None:
         Never inside the garbage collector.
     Cost: once a context; may take milliseconds.
     Errors: always logged; the context is freed.
+    """
+
+
+@hookspec
+def llmaas_app_batch(ctx: int, scope: RequestScope) -> None:
+    """Prepare for a batch that the app evaluates itself, outside of requests.
+
+    When: before ``llama_decode`` and after ``Llama.reset``, on a context that serves no request.
+        ``scope`` has the blocks that are open in the thread or task that calls.
+    Thread: the app's. Cost: once a batch; at most microseconds.
+    Errors: with ``on_error = "log"`` the batch is evaluated.
     """
 
 

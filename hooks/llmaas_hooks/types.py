@@ -261,29 +261,6 @@ class LogitsView:
     logits: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """One ``Llama.generate`` call.
-
-    Attributes:
-        engine: Engine that serves the request.
-        tokens: The whole prompt, shape ``(n,)`` int32.
-        context_id: Name of the request's persistent context; None for a stateless request.
-        app: Name of the app that made the request; None if unknown.
-        declined: Names of plugins that the app switched off for this request; each plugin must
-            check this itself.
-        reads_tokens: Whether the app gave a logits processor or a stopping criterion; both read the
-            tokens so far.
-    """
-
-    engine: Engine
-    tokens: Tokens
-    context_id: str | None
-    app: str | None = None
-    declined: frozenset[str] = frozenset()
-    reads_tokens: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Levels:
     """Shares of an elastic model's block weights that a request computes with.
@@ -326,6 +303,31 @@ class Levels:
 def _is_level(value: Any) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and LEAST_LEVEL - _ROUNDING <= float(value) <= 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One ``Llama.generate`` call.
+
+    Attributes:
+        engine: Engine that serves the request.
+        tokens: The whole prompt, shape ``(n,)`` int32.
+        context_id: Name of the request's persistent context; None for a stateless request.
+        app: Name of the app that made the request; None if unknown.
+        declined: Names of plugins that the app switched off for this request; each plugin must
+            check this itself.
+        levels: Levels that the app asks for; a plugin that serves levels must check this itself.
+        reads_tokens: Whether the app gave a logits processor or a stopping criterion; both read the
+            tokens so far.
+    """
+
+    engine: Engine
+    tokens: Tokens
+    context_id: str | None
+    app: str | None = None
+    declined: frozenset[str] = frozenset()
+    levels: Levels = Levels()
+    reads_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

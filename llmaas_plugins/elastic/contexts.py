@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmaas_hooks import Levels, NativeContext, Request
@@ -51,6 +51,7 @@ class ElasticContext:
         native: Native context, where the level is set.
         model: Model of the context.
         request: Request that the context serves, or None.
+        rests_at: Levels asked for when the context was last used without a request.
         level: Level in use, one of the model's.
         prefill: Level wanted for the prompt.
         decode: Level wanted after the first sampled token.
@@ -61,6 +62,7 @@ class ElasticContext:
     native: NativeContext
     model: ElasticModel
     request: Request | None = None
+    rests_at: Levels = field(default_factory=Levels)
     level: float = 1.0
     prefill: float = 1.0
     decode: float = 1.0

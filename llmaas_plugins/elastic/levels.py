@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
-from llmaas_hooks import ConfigError, Levels
+from llmaas_hooks import ConfigError, Levels, request_scope
 
-__all__ = ["asked", "asking", "level", "level_index", "watchers"]
+__all__ = ["level", "level_index"]
 
 _ROUNDING = 1e-9
-
-_NOTHING = Levels()
-
-asked: ContextVar[Levels] = ContextVar("llmaas_elastic_asked", default=_NOTHING)
-"""Levels that this thread or task asks for."""
-
-watchers: set[Callable[[], None]] = set()
-"""Functions to call when a block of ``level`` begins and when it ends.
-
-A context may be used inside the block without a request, so it must switch at once.
-"""
 
 
 def level(
@@ -35,9 +23,8 @@ def level(
             llm("Once upon a time")
 
     The level holds for requests that this thread or task starts inside the block, until they end.
-    In nested blocks the inner level counts. A context that is used without a request (for the app's
-    own batches) has the level inside the block, whatever thread uses it. After the block it has the
-    configured level. Without the plugin, the block has no effect.
+    In nested blocks the inner level counts. The level also holds for batches that the app
+    evaluates itself inside the block. Without the plugin, the block has no effect.
 
     Args:
         level: Level of prompt and answer, 0.2 to 1.0. Between two levels of the model, the narrower
@@ -51,19 +38,9 @@ def level(
         ConfigError: No level is given, or one that is out of range.
     """
     levels = Levels(prefill, decode).over(Levels(level, level))
-    if levels == _NOTHING:
+    if levels == Levels():
         raise ConfigError("elastic.level() needs a level: level(0.6), or level(prefill=0.4)")
-    return _block(levels)
-
-
-@contextmanager
-def asking(levels: Levels) -> Iterator[None]:
-    """Ask for levels only for the requests that are started inside the block."""
-    token = asked.set(levels.over(asked.get()))
-    try:
-        yield
-    finally:
-        asked.reset(token)
+    return request_scope.at_levels(levels)
 
 
 def level_index(levels: Sequence[float], level: float) -> int:
@@ -74,18 +51,3 @@ def level_index(levels: Sequence[float], level: float) -> int:
     """
     fit = (i for i, one in enumerate(levels) if one <= level + _ROUNDING)
     return next(fit, len(levels) - 1)
-
-
-@contextmanager
-def _block(levels: Levels) -> Iterator[None]:
-    try:
-        with asking(levels):
-            _tell()
-            yield
-    finally:
-        _tell()
-
-
-def _tell() -> None:
-    for told in tuple(watchers):
-        told()

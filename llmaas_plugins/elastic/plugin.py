@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from pathlib import Path
@@ -17,13 +16,13 @@ from llmaas_hooks import (
     ModelLoad,
     NativeContext,
     Request,
+    RequestScope,
     WeightClaim,
     forks,
     hookimpl,
 )
 from llmaas_plugins.elastic.config import ElasticConfig
 from llmaas_plugins.elastic.contexts import ElasticContext, ElasticModel
-from llmaas_plugins.elastic.levels import asked, watchers
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 from llmaas_plugins.elastic.parts import part_claims
 
@@ -50,7 +49,6 @@ class ElasticModels:
             Levels(config.level, config.level)
         )
         self._lock = forks.lock()
-        self._block = Levels()
         self._models: dict[str, ElasticModel] = {}
         self._paths: dict[int, str] = {}
         self._contexts: dict[int, ElasticContext] = {}
@@ -108,11 +106,8 @@ class ElasticModels:
             )
             return
         with self._lock:
-            if self._rest not in watchers:
-                self._block = asked.get()
-                watchers.add(self._rest)
             self._contexts[context.ctx] = ElasticContext(context, model)
-            self._settle(self._contexts[context.ctx])
+            self._rest(self._contexts[context.ctx], Levels())
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
@@ -123,7 +118,7 @@ class ElasticModels:
     @hookimpl
     def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
         """Set the level of the request's prompt."""
-        asks = asked.get()
+        asks = request.levels
         with self._lock:
             context = self._contexts.get(request.engine.ctx)
             if context is None:
@@ -137,6 +132,15 @@ class ElasticModels:
             self._n_switches += context.begin(_WHOLE if is_declined else wanted)
             if context.level != context.evaluated:
                 request.engine.llama._requires_eval = True
+
+    @hookimpl
+    def llmaas_app_batch(self, ctx: int, scope: RequestScope) -> None:
+        """Set the level of the app's own batch."""
+        context = self._contexts.get(ctx)
+        # another block has other levels, even if equal: its prompt is a new one
+        if context is not None and context.rests_at is not scope.levels:
+            with self._lock:
+                self._rest(context, scope.levels)
 
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
@@ -162,7 +166,7 @@ class ElasticModels:
             context = self._contexts.get(request.engine.ctx)
             if context is not None and context.request is request:
                 context.request = None
-                self._settle(context)
+                self._rest(context, Levels())
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
@@ -176,11 +180,6 @@ class ElasticModels:
                 "models": {path: one.report() for path, one in self._models.items()},
                 "left_alone": list(self._left_alone.values()),
             }
-
-    @hookimpl
-    def llmaas_shutdown(self) -> None:
-        """Stop watching the blocks of ``level``."""
-        watchers.discard(self._rest)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -214,17 +213,9 @@ class ElasticModels:
     def _reason(self, request: Request) -> str:
         return self._left_alone.get(request.engine.llama.model_path, _NO_CONTEXT)
 
-    def _rest(self) -> None:
-        """Apply the start or end of a ``level`` block to all contexts that serve no request."""
-        with self._lock:
-            self._block = asked.get()
-            for context in self._contexts.values():
-                if context.request is None:
-                    with contextlib.suppress(ReferenceError):  # the context is being freed
-                        self._settle(context)
-
-    def _settle(self, context: ElasticContext) -> None:
-        """Set a context that serves no request to the level of the open block, or of the config."""
-        asks, level = self._block, self._config.level
+    def _rest(self, context: ElasticContext, asks: Levels) -> None:
+        """Set a context that serves no request to the levels asked for, or the configured one."""
+        level = self._config.level
         levels = asks.over(self._configured) if asks != Levels() else Levels(level, level)
         self._n_switches += context.begin(levels)
+        context.rests_at = asks

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from llama_cpp import llama_cpp
 
-from llmaas_patches import serving_app
+from llmaas_hooks import request_scope
 from llmaas_plugins.server import grammar_worker as worker
 from llmaas_plugins.server.refusal import Refusal
 
@@ -92,7 +92,7 @@ class Grammars:
 
     def know(self, wanted: Sequence[Wanted]) -> bool:
         """Return whether all of these were checked recently."""
-        digests = [one.digest(serving_app()) for one in wanted]
+        digests = [one.digest(request_scope.current().app) for one in wanted]
         with self._lock:
             return all(digest in self._known for digest in digests)
 
@@ -138,7 +138,7 @@ class Grammars:
         Results are kept for each app separately, or the time of a check would reveal other apps'
         forms.
         """
-        digest = wanted.digest(serving_app())
+        digest = wanted.digest(request_scope.current().app)
         with self._lock:
             if (known := self._known.get(digest)) is not None:
                 self._known.move_to_end(digest)

@@ -21,9 +21,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from llmaas_hooks import ConfigError, Levels, UnknownPluginError
-from llmaas_patches import serving_context
-from llmaas_plugins.declining import without
-from llmaas_plugins.elastic.levels import asking
+from llmaas_hooks.request_scope import at_levels, serving_context
+from llmaas_plugins.activation import without
 from llmaas_plugins.server.admission import Admission, Call, stopping
 from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.body_checks import check_body
@@ -156,7 +155,7 @@ class RequestMiddleware:
                 with serving_context(None, app or None):
                     await self._check_grammars(app, wanted)
         if is_call:
-            with asking(levels):
+            with at_levels(levels):
                 await self._call(self._admission.enter(app), scope, body, receive, answer)
         else:
             await self._app(scope, _replay(body, receive), answer.send)

@@ -14,10 +14,9 @@ from typing import Any
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import ConfigError, Levels, LimitError, LlmaasError, StoreError, forks
-from llmaas_patches import in_its_blocks, serving_context
+from llmaas_hooks.request_scope import at_levels, keep_scope, serving_context
 from llmaas_plugins.activation import Suite, active_suite
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.elastic.levels import asking
 from llmaas_plugins.service.contexts import ContextLog, ContextRecord
 from llmaas_plugins.service.levels import check_levels
 from llmaas_plugins.service.reserve import Reserve
@@ -93,7 +92,7 @@ class CallQueue(forks.Forked):
         Raises:
             ConfigError: Levels are asked for but not available, or the grammar is invalid.
         """
-        return in_its_blocks(self._run(load, prompt, levels, sampling))
+        return keep_scope(self._run(load, prompt, levels, sampling))
 
     def _run(
         self,
@@ -184,7 +183,7 @@ class CallQueue(forks.Forked):
 
     def _steps(self, completion: Iterator[_Piece], levels: Levels) -> Iterator[_Piece]:
         while True:
-            with self._at_the_engine(), asking(levels):
+            with self._at_the_engine(), at_levels(levels):
                 piece = next(completion, None)
             if piece is None:
                 return

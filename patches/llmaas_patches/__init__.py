@@ -14,18 +14,13 @@ from llmaas_hooks import HookManager
 from llmaas_patches.compat import TESTED_VERSIONS, VERSION_RANGE, check_version
 from llmaas_patches.host import Host
 from llmaas_patches.patcher import Applied, apply
-from llmaas_patches.scope import in_its_blocks, serving_app, serving_context, without
 from llmaas_patches.table import PATCHES
 
 __all__ = [
     "TESTED_VERSIONS",
     "VERSION_RANGE",
     "Installed",
-    "in_its_blocks",
     "install",
-    "serving_app",
-    "serving_context",
-    "without",
 ]
 
 

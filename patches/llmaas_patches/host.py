@@ -9,17 +9,16 @@ from typing import Any
 
 from llama_cpp import Llama, LlamaState, llama_cpp
 
-from llmaas_hooks import HookManager, ModelLoad, forks
+from llmaas_hooks import HookManager, ModelLoad, forks, request_scope
 from llmaas_patches.background import BackgroundWork
-from llmaas_patches.cell_tracker import CellTracker, Known
+from llmaas_patches.cell_tracker import CellTracker, Known, address
 from llmaas_patches.collecting import Collecting
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.lifetimes import Lifetimes
 from llmaas_patches.log_buffer import LogBuffer
 from llmaas_patches.native import native_host
-from llmaas_patches.scope import serving_context
 
-__all__ = ["Host", "serving_context"]
+__all__ = ["Host"]
 
 
 class Host:
@@ -108,6 +107,12 @@ class Host:
         tracker = self.watch(int(llama.ctx), n_seq_max)
         tracker.n_explained = llama.n_tokens
         return tracker
+
+    def app_batch(self, ctx: Any) -> None:
+        """Announce the app's own use of a context, unless the context serves a request."""
+        tracker = self.trackers.get(address(ctx))
+        if tracker is not None and not (tracker.due or tracker.is_lent):
+            self.hooks.app_batch(tracker.handles[0], request_scope.current())
 
     def free_context(self, ctx: int, free: Callable[[], None]) -> None:
         """Free a context by calling ``free``, now or later on the background thread."""

@@ -30,8 +30,7 @@ from pathlib import Path
 from budgets import is_streamed, make_room, squeeze
 from llama_cpp import Llama, llama_cpp
 
-from llmaas_hooks import LlmaasError
-from llmaas_patches import serving_context
+from llmaas_hooks import LlmaasError, serving_context
 from llmaas_plugins import activate
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 

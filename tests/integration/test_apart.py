@@ -6,7 +6,7 @@ import pytest
 from llama_cpp import Llama
 
 from llmaas_hooks import hookimpl
-from llmaas_patches import serving_context, without
+from llmaas_hooks.request_scope import serving_context, without
 from llmaas_plugins import activate, active_suite
 
 PROMPT = [1, *range(400, 500)]
@@ -114,7 +114,7 @@ def test_apps_share_where_that_is_configured(asked, kv):
 def test_cells_of_a_request_without_the_plugin_are_not_parked_as_anothers(asked):
     ask = asked(SETTINGS["parked"])
     ask("game", OTHER)
-    with without(["kv_chunks"]):
+    with without("kv_chunks"):
         assert ask("mail") == NEW
     ask("game", OTHER)  # leaves mail's cells
     assert ask("game") == (1, len(PROMPT) - 1)

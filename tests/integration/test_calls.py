@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as bindings
 
-from llmaas_hooks import hookimpl
+from llmaas_hooks import KVRestored, Levels, RequestScope, hookimpl, serving_context
+from llmaas_hooks.request_scope import at_levels, without
 from llmaas_plugins import activate
 
 PROMPT = [1, 400, 401, 402, 403, 404]
@@ -162,6 +163,36 @@ def test_context_hook_that_fails_is_logged(make_llama, patched, caplog):
     patched(p=plugin_with(llmaas_context_create=create), on_error="log")
     assert len(greedy(make_llama())) == 8
     assert "plugin 'p' failed in llmaas_context_create: OSError: no store" in caplog.text
+
+
+def test_hook_llmaas_app_batch(make_llama, patched):
+    """Requests and plugins' own batches are no batches of the app's own."""
+    batches = []
+
+    def batch(self, ctx, scope):
+        batches.append((ctx, scope))
+
+    def restore(self, request):
+        memory = bindings.llama_get_memory(request.engine.ctx)
+        bindings.llama_memory_clear(memory, True)
+        request.engine.llama._ctx.decode(request.engine.llama._batch)
+        bindings.llama_memory_clear(memory, True)
+        return KVRestored(0, 0)
+
+    patched(p=plugin_with(llmaas_app_batch=batch, llmaas_kv_restore=restore))
+    llama = make_llama()
+    llama.eval(PROMPT)
+    with serving_context("chat-1", "mail"), at_levels(Levels(0.5)):
+        greedy(llama, 3)
+        llama.reset()
+        with at_levels(Levels(decode=0.8)), without("knn_lm"):
+            llama.eval(PROMPT)
+    expected = [
+        RequestScope(),
+        RequestScope("chat-1", "mail", levels=Levels(0.5)),
+        RequestScope("chat-1", "mail", frozenset({"knn_lm"}), Levels(0.5, 0.8)),
+    ]
+    assert batches == [(llama.ctx, scope) for scope in expected]
 
 
 def test_hook_llmaas_decode(make_llama, patched):

@@ -164,7 +164,7 @@ def test_prompt_and_answer_have_levels_of_their_own(narrowing, engine):
     assert recorder.taken(llama) == [(1.0, N), (1.0, 1), (1.0, 1)]
     found = report(suite)
     assert found["tokens"] == {"0.4": N, "0.8": 2, "1.0": N + 2}
-    assert found["switches"] == 4  # including the switches into the block's level and back
+    assert found["switches"] == 3  # into the block's levels and back
     assert [(one["level"], one["serves_request"]) for one in found["contexts"]] == [(1.0, False)]
 
 

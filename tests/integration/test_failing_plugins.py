@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from llama_cpp import Llama
 
-from llmaas_hooks import HookManager, KVRestored, PluginError, hookimpl, specs
+from llmaas_hooks import HookManager, KVRestored, PluginError, hookimpl, serving_context, specs
 from llmaas_hooks.discovery import load_plugin
-from llmaas_patches import install, serving_context
+from llmaas_patches import install
 
 DIST = Path(__file__).parents[1] / "data" / "dist"
 PROMPT = [1, 400, 401, 402, 403, 404]
@@ -27,6 +27,7 @@ ENGINE_HOOKS = [
     "llmaas_weights",
     "llmaas_context_create",
     "llmaas_native_context",
+    "llmaas_app_batch",
     "llmaas_level",
     "llmaas_request_begin",
     "llmaas_kv_restore",
@@ -102,12 +103,13 @@ def trial():
 
 
 def use(make):
-    """Use an engine as an app does: load, generate, leave early, complete."""
+    """Use an engine as an app does: load, generate, leave early, complete, evaluate a batch."""
     llama = make()
     generator = llama.generate(PROMPT, temp=0.0)
     tokens = [next(generator) for _ in range(4)]
     generator.close()
     text = llama("Once upon a time", max_tokens=4, temperature=0.0)["choices"][0]["text"]
+    llama.eval([400])
     return tokens, text
 
 
@@ -164,7 +166,7 @@ def test_ctrl_c_reaches_the_app(trial, make, vanilla, hook, on_error):
 
 
 @pytest.mark.parametrize("failure", [fail, interrupt])
-@pytest.mark.parametrize("hook", ENGINE_HOOKS[4:])
+@pytest.mark.parametrize("hook", ENGINE_HOOKS[5:])
 def test_an_engine_is_as_good_after_it(trial, make, hook, failure):
     """The same ``Llama`` continues: neither its cells nor its books keep anything half done."""
 
@@ -324,6 +326,7 @@ def test_contexts_are_kept_beside_a_plugin_that_always_fails(make, tmp_path):
                 generator = llama.generate(prompts[name], temp=0.0)
                 yield [next(generator) for _ in range(3)]
                 generator.close()
+        llama.reset()  # a call of the app's own
 
     vanilla = list(ask_all())
     chunks = load_plugin("kv_chunks")

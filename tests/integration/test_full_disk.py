@@ -15,7 +15,7 @@ SCRIPT = """
 import contextlib, json, sys
 from pathlib import Path
 from llama_cpp import Llama
-from llmaas_patches import serving_context
+from llmaas_hooks import serving_context
 from llmaas_plugins import activate
 from llmaas_plugins.reference_model import reference_model_path
 from llmaas_plugins.service import LLMService, ServiceConfig

@@ -10,7 +10,7 @@ from datastores import CONVERSATIONS, ENGINE, QUESTIONS, K, stored
 from llama_cpp import Llama
 from served import wait_until
 
-from llmaas_patches import serving_context
+from llmaas_hooks import serving_context
 from llmaas_plugins import activate
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import SELECTED

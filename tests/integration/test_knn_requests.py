@@ -16,8 +16,7 @@ from served import ENGINE as SERVED
 from served import serving
 
 import llmaas_plugins
-from llmaas_hooks import UnknownPluginError, hookimpl
-from llmaas_patches import serving_context
+from llmaas_hooks import UnknownPluginError, hookimpl, serving_context
 from llmaas_plugins import activate
 
 ONE_BY_ONE = {"n_ubatch": 1, "flash_attn": True}

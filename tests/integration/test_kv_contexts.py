@@ -16,8 +16,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from rewritten_models import ORIGINAL_CONTEXT, write_longrope, write_split
 
 from llmaas_eval.families import write_family
-from llmaas_hooks import PluginError
-from llmaas_patches import serving_context
+from llmaas_hooks import PluginError, serving_context
 from llmaas_plugins import activate
 from llmaas_plugins._native import Codec, chunk_peek
 from llmaas_plugins.kv_chunks import plugin

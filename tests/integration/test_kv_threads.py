@@ -10,7 +10,7 @@ import pytest
 from background import chunks_at_rest
 from llama_cpp import Llama
 
-from llmaas_patches import serving_context
+from llmaas_hooks import serving_context
 from llmaas_plugins import activate
 
 RNG = np.random.default_rng(4)

@@ -16,7 +16,7 @@ from llama_cpp import LogitsProcessorList, StoppingCriteriaList
 from served import wait_until
 
 from llmaas_hooks import Levels, PluginError, RequestStats, hookimpl
-from llmaas_patches import serving_context, without
+from llmaas_hooks.request_scope import at_levels, serving_context, without
 
 PROMPT = [1, 400, 401, 402, 403, 404]
 
@@ -87,14 +87,27 @@ def test_hook_llmaas_request_begin(recorder, make_llama):
 
 def test_a_request_belongs_to_the_blocks_it_was_made_in(recorder, make_llama):
     llama = make_llama()
-    with serving_context("context", "mail"), without(["elastic"]):
+    levels = Levels(0.4, 0.8)
+    with serving_context("context", "mail"), without("elastic"), at_levels(levels):
         generator = llama.generate(PROMPT, temp=0.0)
     with serving_context("other", "notes"), ThreadPoolExecutor(1) as pool:
         pool.submit(next, generator).result()
         next(generator)
     generator.close()
     (request,) = recorder.requests
-    assert (request.context_id, request.app, request.declined) == ("context", "mail", {"elastic"})
+    assert (request.context_id, request.app) == ("context", "mail")
+    assert (request.declined, request.levels) == ({"elastic"}, levels)
+
+
+def test_cells_belong_to_the_app_of_the_block(recorder, make_llama):
+    """``Llama.generate`` empties its records when it starts, maybe outside of the block."""
+    llama = make_llama()
+    with serving_context(None, "mail"):
+        generator = llama.generate(PROMPT, temp=0.0)
+    next(generator)
+    (request,) = recorder.requests
+    assert request.engine.resident_app == "mail"
+    generator.close()
 
 
 def test_a_request_says_whether_the_app_reads_its_tokens(recorder, make_llama):

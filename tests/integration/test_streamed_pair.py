@@ -16,7 +16,7 @@ from packed_models import pack
 from soak import scale
 from switching import ask
 
-from llmaas_patches import serving_context
+from llmaas_hooks import serving_context
 from llmaas_plugins import activate, elastic
 
 SETTINGS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "n_ubatch": 1, "verbose": False}

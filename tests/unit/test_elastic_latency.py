@@ -7,11 +7,10 @@ import json
 import pytest
 from preparing import prepare
 
-from llmaas_hooks import ConfigError, StoreError
+from llmaas_hooks import ConfigError, StoreError, request_scope
 from llmaas_plugins.elastic import latency as module
 from llmaas_plugins.elastic import profiling
 from llmaas_plugins.elastic.latency import Curves, Latency, Machine, latency_path
-from llmaas_plugins.elastic.levels import asked
 
 TTFT = Curves(
     n_tokens=(32, 128, 512),
@@ -148,7 +147,7 @@ class Clocked:
     def generate(self, tokens, temp):
         assert self.is_new
         self.is_new = False
-        level = asked.get()
+        level = request_scope.current().levels
         self.runs.append((self.n_threads, level.prefill, len(tokens)))
         self.now += len(tokens) * level.prefill / self.n_threads
         yield 0

@@ -8,35 +8,35 @@ import threading
 
 import pytest
 
-from llmaas_hooks import ConfigError, Levels
+from llmaas_hooks import ConfigError, Levels, request_scope
 from llmaas_plugins import activate, elastic
-from llmaas_plugins.elastic.levels import asked, level_index
+from llmaas_plugins.elastic.levels import level_index
 from llmaas_plugins.service.levels import check_levels, levels_in_header, levels_of
 
 TENTHS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
 def test_blocks_ask_for_levels_and_inner_ones_count():
-    seen = [asked.get()]
+    seen = [request_scope.current().levels]
     with elastic.level(0.6, decode=0.8):
-        seen.append(asked.get())
+        seen.append(request_scope.current().levels)
         with elastic.level(prefill=0.4):
-            seen.append(asked.get())
-        seen.append(asked.get())
-    seen.append(asked.get())
+            seen.append(request_scope.current().levels)
+        seen.append(request_scope.current().levels)
+    seen.append(request_scope.current().levels)
     assert seen == [Levels(), Levels(0.6, 0.8), Levels(0.4, 0.8), Levels(0.6, 0.8), Levels()]
 
 
 def test_an_error_ends_a_block():
     with pytest.raises(ZeroDivisionError), elastic.level(0.5):
         raise ZeroDivisionError
-    assert asked.get() == Levels()
+    assert request_scope.current().levels == Levels()
 
 
 def test_a_block_is_of_its_own_thread():
     found = []
     with elastic.level(0.5):
-        thread = threading.Thread(target=lambda: found.append(asked.get()))
+        thread = threading.Thread(target=lambda: found.append(request_scope.current().levels))
         thread.start()
         thread.join()
     assert found == [Levels()]

@@ -19,7 +19,7 @@ from soak import scale
 pytest.importorskip("fastapi")
 from llama_cpp import Llama, _internals, llama_grammar
 
-from llmaas_patches import serving_context
+from llmaas_hooks import serving_context
 from llmaas_plugins.server import grammars as module
 from llmaas_plugins.server.confinement import confine_grammars
 from llmaas_plugins.server.grammars import Grammars, Wanted

@@ -9,9 +9,9 @@ from typing import Any
 
 from llama_cpp import Llama, LlamaState
 
+from llmaas_hooks import request_scope
 from llmaas_patches.cell_tracker import CellTracker, Known, address
 from llmaas_patches.host import Host
-from llmaas_patches.scope import serving_app
 
 __all__ = [
     "Around",
@@ -126,13 +126,16 @@ def wrap_eval(host: Host, original: Function) -> Function:
 
 def wrap_reset(host: Host, original: Function) -> Function:
     """Wrap ``Llama.reset``: the emptied records now belong to the current app."""
+    prepares = host.hooks.listens("llmaas_app_batch")
 
     @functools.wraps(original)
     def reset(self: Llama) -> None:
         original(self)
         tracker = host.trackers.get(address(self.ctx))
         if tracker is not None:
-            tracker.app = serving_app()
+            tracker.app = request_scope.current().app
+        if prepares:  # C code may evaluate the next batch
+            host.app_batch(self.ctx)
 
     return reset
 
@@ -160,7 +163,7 @@ def wrap_load_state(host: Host, original: Function) -> Function:
         original(self, state)
         tracker = host.trackers.get(address(self.ctx))
         if tracker is not None:
-            brought_along = Known(0, None, serving_app())
+            brought_along = Known(0, None, request_scope.current().app)
             known = host.states.get(state, brought_along)
             tracker.n_explained, tracker.sparse_from, tracker.app = known
 

@@ -24,16 +24,17 @@ def wrap_decode(host: Host, original: Function) -> Function:
     pending, settle, trackers = host.background.pending, host.background.settle, host.trackers
     with_more_outputs, native = host.with_more_outputs, host.native
     listens = host.hooks.listens("llmaas_decode")
+    prepares = host.hooks.listens("llmaas_app_batch")
     keeps_cells = any(map(host.hooks.listens, ("llmaas_kv_save", "llmaas_kv_restore")))
 
     @functools.wraps(original)
     def llama_decode(ctx: Any, batch: Any) -> Any:
         if pending:
             settle(address(ctx))
-        if with_more_outputs and address(ctx) in with_more_outputs:
-            tracker = trackers.get(address(ctx))
-            if tracker is None or not tracker.is_evaluating:  # the app's own batch
-                with_more_outputs.discard(address(ctx))
+        if prepares:
+            host.app_batch(ctx)
+        if with_more_outputs:
+            _drop_outputs(host, address(ctx))
         if keeps_cells and (tracker := trackers.get(address(ctx))) is not None:
             tracker.decoded(batch)
             if tracker.n_spare and tracker.is_full(batch):
@@ -52,6 +53,13 @@ def wrap_decode(host: Host, original: Function) -> Function:
         return result
 
     return llama_decode
+
+
+def _drop_outputs(host: Host, ctx: int) -> None:
+    """Forget that a context has more logits than the app asked for, before the app's own batch."""
+    tracker = host.trackers.get(ctx)
+    if tracker is None or not tracker.is_evaluating:
+        host.with_more_outputs.discard(ctx)
 
 
 def _say_why(host: Host, ctx: Any) -> None:

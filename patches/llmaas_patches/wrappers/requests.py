@@ -7,7 +7,6 @@ itself looks for the longest common prefix. The body of ``generate`` is never co
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import inspect
 import time
@@ -18,10 +17,17 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama
 
-from llmaas_hooks import KVRestored, PluginError, Request, RequestStats, common_prefix
+from llmaas_hooks import (
+    KVRestored,
+    PluginError,
+    Request,
+    RequestScope,
+    RequestStats,
+    common_prefix,
+    request_scope,
+)
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host
-from llmaas_patches.scope import current_context, declined_plugins, in_its_blocks
 
 __all__ = ["wrap_create_completion", "wrap_generate"]
 
@@ -41,14 +47,14 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         tokens = _readable_twice(tokens)
         inner = original(self, tokens, *args, **kwargs)  # checks the arguments now, runs later
         given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
-        return steps(self, tokens, given, inner, contextvars.copy_context())
+        return steps(self, tokens, given, inner, request_scope.current())
 
     def steps(
         llama: Llama,
         tokens: Sequence[int],
         given: Mapping[str, Any],
         inner: Generator[int, Sequence[int] | None, None],
-        blocks: contextvars.Context,
+        scope: RequestScope,
     ) -> Generator[int, Sequence[int] | None, None]:
         host.collecting.require_none()  # plugins cannot be called there
         clock = _Clock()
@@ -58,9 +64,10 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         resets = given.get("reset", True)
         if resets:
             engine.drop_sparse()
-        request = blocks.run(_request, engine, tokens, given)
+        request = _request(engine, tokens, given, scope)
         try:
-            n_reused, first_output = blocks.run(_begin, host, engine, request, resets=resets)
+            with request_scope.entered(scope):
+                n_reused, first_output = _begin(host, engine, request, resets=resets)
             engine.resident_app = request.app  # the remaining cells and all later ones
         except BaseException:
             engine.n_outputs = 1
@@ -70,7 +77,8 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         end = _End(host, engine, request, clock, n_reused)
         engine.begin(end)
         try:
-            with engine.giving_outputs(first_output):
+            # `Llama.reset`, which comes first, gives the records to the scope's app
+            with engine.giving_outputs(first_output), request_scope.entered(scope):
                 token = next(inner, None)
             engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
             while token is not None:
@@ -103,7 +111,7 @@ def wrap_create_completion(host: Host, original: Callable[..., Any]) -> Callable
         given = bind(self, prompt, *args).arguments | kwargs if args else kwargs
         if given.get("echo") and given.get("logprobs") is not None:
             inner = _with_all_logits(host.engine(self), inner)
-        return in_its_blocks(inner)
+        return request_scope.keep_scope(inner)
 
     return _create_completion
 
@@ -123,14 +131,15 @@ def _readable_twice(tokens: Sequence[int]) -> Sequence[int]:
     return list(tokens) if isinstance(tokens, Iterator) else tokens
 
 
-def _request(engine: LlamaEngine, tokens: Sequence[int], given: Mapping[str, Any]) -> Request:
-    """Return the request of a call with these arguments; call this in the caller's blocks."""
+def _request(
+    engine: LlamaEngine, tokens: Sequence[int], given: Mapping[str, Any], scope: RequestScope
+) -> Request:
+    """Return the request of a call with these arguments in this scope."""
     readers = (given.get("logits_processor"), given.get("stopping_criteria"))
     return Request(
         engine,
         np.asarray(tokens, dtype=np.int32),
-        *current_context.get(),
-        declined=declined_plugins.get(),
+        **scope._asdict(),
         reads_tokens=any(map(_is_app_s, readers)),
     )
 

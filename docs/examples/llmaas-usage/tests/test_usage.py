@@ -5,7 +5,7 @@ import datetime
 
 import pytest
 from llama_cpp import Llama
-from llmaas_patches import serving_context
+from llmaas_hooks import serving_context
 from llmaas_plugins.kv_chunks.plugin import KVChunks
 from llmaas_plugins.reference_model import reference_model_path
 from pydantic import ValidationError

@@ -1,0 +1,110 @@
+"""Scope of requests: what the ``with`` blocks around a call say about the requests made in them.
+
+A scope belongs to one thread or task (``contextvars``). The host reads it once when a request is
+made and writes it into the ``Request``, so plugins need no state of their own for it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+from llmaas_hooks.types import Levels
+
+__all__ = [
+    "RequestScope",
+    "at_levels",
+    "current",
+    "entered",
+    "keep_scope",
+    "serving_context",
+    "without",
+]
+
+_Yield = TypeVar("_Yield")
+_Send = TypeVar("_Send")
+_Return = TypeVar("_Return")
+
+
+class RequestScope(NamedTuple):
+    """Facts about the requests that a thread or task makes.
+
+    Attributes:
+        context_id: Name of the persistent context; None for stateless requests.
+        app: Name of the app; None if it is unknown.
+        declined: Names of plugins that the requests do without.
+        levels: Levels that the app asks for.
+    """
+
+    context_id: str | None = None
+    app: str | None = None
+    declined: frozenset[str] = frozenset()
+    levels: Levels = Levels()
+
+
+_NO_BLOCKS = RequestScope()
+_scope: contextvars.ContextVar[RequestScope] = contextvars.ContextVar(
+    "llmaas_request_scope", default=_NO_BLOCKS
+)
+
+
+def current() -> RequestScope:
+    """Return the scope of this thread or task."""
+    return _scope.get()
+
+
+@contextmanager
+def entered(scope: RequestScope) -> Iterator[None]:
+    """Use ``scope`` inside the block."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+@contextmanager
+def serving_context(context_id: str | None, app: str | None = None) -> Iterator[None]:
+    """Name the persistent context and the app for the requests started inside the block."""
+    with entered(current()._replace(context_id=context_id, app=app)):
+        yield
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Let the requests started inside the block also do without these plugins."""
+    scope = current()
+    with entered(scope._replace(declined=scope.declined.union(names))):
+        yield
+
+
+@contextmanager
+def at_levels(levels: Levels) -> Iterator[None]:
+    """Ask for levels inside the block; where ``levels`` has None, the outer block's level stays."""
+    scope = current()
+    with entered(scope._replace(levels=levels.over(scope.levels))):
+        yield
+
+
+def keep_scope(
+    generator: Generator[_Yield, _Send | None, _Return],
+) -> Generator[_Yield, _Send | None, _Return]:
+    """Run a generator in the blocks that are open now, even if another thread or task runs it."""
+    context = contextvars.copy_context()
+
+    def steps() -> Generator[_Yield, _Send | None, _Return]:
+        reply = None
+        try:
+            while True:
+                try:
+                    found = context.run(generator.send, reply)
+                except StopIteration as end:
+                    value: _Return = end.value
+                    return value
+                reply = yield found
+        finally:
+            context.run(generator.close)
+
+    return steps()
