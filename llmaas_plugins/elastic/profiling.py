@@ -16,14 +16,14 @@ import numpy as np
 from llmaas_plugins.elastic.latency import Curves, Latency, Machine
 from llmaas_plugins.elastic.levels import level as at_level
 
-__all__ = ["N_TOKENS", "Plan", "profile"]
+__all__ = ["N_TOKENS", "ProfilePlan", "profile"]
 
 N_TOKENS = 8
 """Number of tokens to time after the first one."""
 _REPEATS, _WARM_TOKENS = 3, 16
 
 
-class Plan(NamedTuple):
+class ProfilePlan(NamedTuple):
     """Levels, threads and lengths to measure.
 
     Attributes:
@@ -63,7 +63,7 @@ _Runs = dict[tuple[int, int, int], list[_Run]]
 """Runs by number of threads, index of the level, and length."""
 
 
-def profile(llama: Any, plan: Plan, progress: Callable[[], None] = lambda: None) -> Latency:
+def profile(llama: Any, plan: ProfilePlan, progress: Callable[[], None] = lambda: None) -> Latency:
     """Measure a ``Llama`` that was created while the plugin is active.
 
     Levels alternate, so that other load on the machine affects all of them.
@@ -108,7 +108,7 @@ def _run(llama: Any, level: float, n_tokens: int) -> _Run:
     return _Run(float(first), float(statistics.median(others)))
 
 
-def _curves(plan: Plan, runs: _Runs, of: Callable[[_Run], float]) -> Curves:
+def _curves(plan: ProfilePlan, runs: _Runs, of: Callable[[_Run], float]) -> Curves:
     def table(numbers: Sequence[int], what: Callable[[list[float]], float]) -> Any:
         return tuple(
             tuple(

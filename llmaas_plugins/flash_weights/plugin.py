@@ -32,10 +32,10 @@ from llmaas_hooks import (
 )
 from llmaas_plugins.flash_weights.answers import Answers
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
+from llmaas_plugins.flash_weights.engine_modes import least_budget
 from llmaas_plugins.flash_weights.memory import require
 from llmaas_plugins.flash_weights.model_sizes import Metadata, ModelSizes, metadata_of, sizes_of
 from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
-from llmaas_plugins.flash_weights.planner import least_budget
 from llmaas_plugins.flash_weights.residency import Residency
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
 from llmaas_plugins.machine import drop_cached, release_memory, resident_bytes

@@ -158,7 +158,7 @@ class Clocked:
 
 def test_levels_take_turns_and_each_length_is_measured(monkeypatch):
     llama = Clocked(monkeypatch)
-    plan = profiling.Plan("m.gguf", "uniform", (1.0, 0.5), (1, 2), (8, 32, 128))
+    plan = profiling.ProfilePlan("m.gguf", "uniform", (1.0, 0.5), (1, 2), (8, 32, 128))
     assert plan.held == (16, 64)
     seen = []
     found = profiling.profile(llama, plan, lambda: seen.append(1))

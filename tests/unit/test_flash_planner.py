@@ -10,9 +10,10 @@ from flash_models import N_FF, N_KV, WIDTH, tensors_of, write_model
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from llmaas_hooks import BudgetError, ConfigError, StoreError, TensorInfo
-from llmaas_plugins.flash_weights import planner
+from llmaas_plugins.flash_weights import engine_modes, pipeline
 from llmaas_plugins.flash_weights.cost_model import pipeline_cost
 from llmaas_plugins.flash_weights.disk import Disk
+from llmaas_plugins.flash_weights.engine_modes import Hardware
 from llmaas_plugins.flash_weights.locality import typical_means
 from llmaas_plugins.flash_weights.memory_bandwidth import memory_rate
 from llmaas_plugins.flash_weights.model_sizes import (
@@ -22,16 +23,11 @@ from llmaas_plugins.flash_weights.model_sizes import (
     metadata_of,
     sizes_of,
 )
-from llmaas_plugins.flash_weights.planner import (
-    SIMILARITY,
-    Machine,
-    hit_rate_between,
-    make_plan,
-    system_of,
-)
+from llmaas_plugins.flash_weights.pipeline import SIMILARITY, hit_rate_between, system_of
+from llmaas_plugins.flash_weights.planner import make_plan
 
 MIB = 1 << 20
-MACHINE = Machine(Disk(8e-6, 1.5e9, 64, 4, ()), 10e9, 60 * MIB)
+MACHINE = Hardware(Disk(8e-6, 1.5e9, 64, 4, ()), 10e9, 60 * MIB)
 FIXED = (60 + 10 + 16 + 20 + 6) * MIB
 """Process, resident weights, cells, a Llama, and the spare."""
 BUFFERS = 33 * MIB
@@ -197,7 +193,7 @@ def test_the_sparse_mode_waits_for_channels():
     assert found.group_layers == 1
     computing_s = (8 * MIB + 58 * MIB + IN_CHANNELS / 2) / 10e9
     kept = (found.cache - SIZES.dense) / IN_CHANNELS
-    reads = planner._channel_reads(SIZES, kept, 0.5, "shared", 12_000)
+    reads = engine_modes._channel_reads(SIZES, kept, 0.5, "shared", 12_000)
     assert found.read == reads.n_bytes
     reading_s = reads.n_reads * 8e-6 + reads.n_bytes / 1.5e9
     assert found.token_s == pytest.approx(reading_s + computing_s)
@@ -232,7 +228,7 @@ def test_channels_that_are_read_ahead_are_read_while_others_are_computed_with():
 )  # fmt: skip
 def test_reads_of_channels_take_what_was_measured(keeps, share, measured_s):
     """Compare with traces of a small model's channels, on a disk of 9 µs a read and 1.5 GB/s."""
-    reads = planner._channel_reads(SIZES, share, 0.5, keeps, 12 << 10)
+    reads = engine_modes._channel_reads(SIZES, share, 0.5, keeps, 12 << 10)
     seconds = Disk(9e-6, 1.5e9, 64, 4, ()).seconds(reads.n_bytes / reads.n_reads, reads.n_reads)
     assert seconds == pytest.approx(measured_s, rel=0.05)
 
@@ -366,9 +362,9 @@ def test_what_is_known_better_is_taken():
 def test_the_caches_hit_rate_follows_from_how_large_channels_are():
     flat = [dataclasses.replace(part, means=np.ones(part.n_channels)) for part in PARTS]
     same = dataclasses.replace(SIZES, channels=tuple(flat))
-    assert planner._hit_rate(same, 0.3, 0.5) == pytest.approx(0.3, abs=0.01)
-    assert planner._hit_rate(SIZES, 0.3, 0.5) > 0.34
-    assert planner._hit_rate(SIZES, 1, 0.5) == pytest.approx(1)
+    assert pipeline._hit_rate(same, 0.3, 0.5) == pytest.approx(0.3, abs=0.01)
+    assert pipeline._hit_rate(SIZES, 0.3, 0.5) > 0.34
+    assert pipeline._hit_rate(SIZES, 1, 0.5) == pytest.approx(1)
 
 
 def test_memory_is_read_by_threads():

@@ -83,7 +83,7 @@ def _check_lengths(lengths: Sequence[int]) -> None:
 def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
     """Return a model's latency, and the path at which to keep it."""
     from llmaas_plugins.elastic.latency import check_writable, latency_path
-    from llmaas_plugins.elastic.profiling import Plan
+    from llmaas_plugins.elastic.profiling import ProfilePlan
     from llmaas_plugins.elastic.profiling import profile as measure
 
     n_trained = trained_context(args.model)
@@ -95,7 +95,9 @@ def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
     with _opened(args) as (llama, model):
         path = latency_path(args.model, model["table"])
         check_writable(path)
-        plan = Plan(args.model.name, model["table"], model["levels"], args.threads, args.prompts)
+        plan = ProfilePlan(
+            args.model.name, model["table"], model["levels"], args.threads, args.prompts
+        )
         with progress_bar("measuring", "prompt", plan.n_runs) as bar:
             return measure(llama, plan, lambda: bar.update(1)), path
 

@@ -21,7 +21,8 @@ from llmaas_plugins.sizes import memory_bytes
 
 if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.disk import Disk
-    from llmaas_plugins.flash_weights.planner import Machine, Plan, Row
+    from llmaas_plugins.flash_weights.engine_modes import Hardware, Prediction
+    from llmaas_plugins.flash_weights.planner import ModePlan
 
 __all__ = ["add_plan_options", "plan"]
 
@@ -147,12 +148,12 @@ def _group_layers(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[int, 
     return 1, f"{path} cannot be used: {problem}. {advice}"
 
 
-def _machine(source: Path, seconds: float, process: int) -> Machine:
+def _machine(source: Path, seconds: float, process: int) -> Hardware:
+    from llmaas_plugins.flash_weights.engine_modes import Hardware
     from llmaas_plugins.flash_weights.memory_bandwidth import memory_rate
-    from llmaas_plugins.flash_weights.planner import Machine
 
     disk = _disk(source, seconds)
-    return Machine(disk, memory_rate(_n_threads(), _COMPUTING_S), process)
+    return Hardware(disk, memory_rate(_n_threads(), _COMPUTING_S), process)
 
 
 def _disk(source: Path, seconds: float) -> Disk:
@@ -170,7 +171,7 @@ def _n_threads() -> int:
 # -- the recommendation --------------------------------------------------------------------------
 
 
-def _settings(made: Plan, disk: Disk) -> dict[str, Any]:
+def _settings(made: ModePlan, disk: Disk) -> dict[str, Any]:
     """Return the recommended settings as a table of ``llmaas.toml``."""
     budget = made.budget
     settings: dict[str, Any] = {
@@ -182,7 +183,7 @@ def _settings(made: Plan, disk: Disk) -> dict[str, Any]:
     return settings | (_reading(made.recommended, disk) if made.recommended.read else {})
 
 
-def _reading(row: Row, disk: Disk) -> dict[str, Any]:
+def _reading(row: Prediction, disk: Disk) -> dict[str, Any]:
     """Return the fastest read settings for this disk.
 
     Reads ahead are long. Reads of columns on demand are short, because the first column of a read
@@ -238,7 +239,11 @@ def _read_bytes(suite: Any) -> int:
 
 
 def _text(
-    args: argparse.Namespace, made: Plan, machine: Machine, source: Path, report: Mapping[str, Any]
+    args: argparse.Namespace,
+    made: ModePlan,
+    machine: Hardware,
+    source: Path,
+    report: Mapping[str, Any],
 ) -> Iterator[str]:
     disk = machine.disk
     yield f"{args.model}, read from {source.name}"
@@ -274,7 +279,7 @@ def _text(
         )
 
 
-def _recommendation(made: Plan) -> str:
+def _recommendation(made: ModePlan) -> str:
     """Return the recommended mode and the reason."""
     exact, sparse, chosen = made.exact, made.fastest_sparse, made.recommended
     fits = exact.read == 0
@@ -287,14 +292,14 @@ def _recommendation(made: Plan) -> str:
     return f"exact; {reason}the sparse mode would be {times}, but it changes the text"
 
 
-def _ended(made: Plan) -> str:
+def _ended(made: ModePlan) -> str:
     """Return why the pipeline search ended, and its result."""
     assert made.search is not None
     best = made.search.best
     return made.search.reason + (f", and the best is N = {best.n}" if best else "")
 
 
-def _table(made: Plan) -> Iterator[str]:
+def _table(made: ModePlan) -> Iterator[str]:
     head = (
         "mode",
         "sparsity",
@@ -313,7 +318,7 @@ def _table(made: Plan) -> Iterator[str]:
         yield "  ".join([mode.ljust(widths[0]), *shown])
 
 
-def _cells(row: Row, budget: int) -> tuple[str, ...]:
+def _cells(row: Prediction, budget: int) -> tuple[str, ...]:
     works = budget >= row.least_budget
     return (
         row.mode,

@@ -1,0 +1,209 @@
+"""Predict the time per token and the memory of the engine's modes, ``exact`` and ``sparse``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from llmaas_plugins.flash_weights.disk import Disk
+from llmaas_plugins.flash_weights.locality import (
+    Reads,
+    cached_shares,
+    expected_reads,
+    use_rates,
+)
+from llmaas_plugins.flash_weights.memory import SPARE_BYTES
+from llmaas_plugins.flash_weights.model_sizes import ModelSizes
+
+__all__ = [
+    "ARENA_BYTES",
+    "Hardware",
+    "Keeps",
+    "Prediction",
+    "fixed_bytes",
+    "least_budget",
+    "predict_exact",
+    "predict_sparse",
+    "predict_streamed",
+]
+
+Mode = Literal["exact", "sparse", "pipeline"]
+Keeps = Literal["streamed", "busiest", "shared"]
+Cache = Literal["streamed", "busiest", "shared", "layer"]
+"""Caches of the sparse mode. The planner predicts all of them except ``layer``."""
+
+ARENA_BYTES = 32 << 20
+_RING = 4 << 20
+_PIECE = 2 << 20
+"""Largest piece that the engine reads. Like the two sizes above, it mirrors the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Machine that runs a model.
+
+    Attributes:
+        disk: Disk under the model's files.
+        bytes_per_s: Bytes per second of computing with weights in memory.
+        process: Bytes of a process without a model.
+    """
+
+    disk: Disk
+    bytes_per_s: float
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted cost of a token.
+
+    Attributes:
+        mode: ``exact`` and ``sparse`` are the engine's modes; ``pipeline`` is ActiveFlow's.
+        sparsity: Share of an activation's values that is left out.
+        group_layers: N, layers whose channels are read at once; 0 if no channels are read.
+        cache: Bytes of weights that stay in memory.
+        keeps: Cache of the sparse mode, which decides which channels stay; None in other modes.
+        token_s: Seconds per token.
+        read: Bytes read per token.
+        least_budget: Least memory of the process in bytes.
+    """
+
+    mode: Mode
+    sparsity: float
+    group_layers: int
+    keeps: Keeps | None
+    cache: int
+    token_s: float
+    read: float
+    least_budget: int
+
+
+def least_budget(
+    sizes: ModelSizes, process: int, keeps: Cache | None = None, arena: int = ARENA_BYTES
+) -> int:
+    """Return the least memory of a process in which a model can be loaded and run.
+
+    Args:
+        sizes: Sizes of the model.
+        process: Bytes of the process without the model.
+        keeps: Cache of the sparse mode; None for the exact mode.
+        arena: Bytes of the buffer that streamed weights pass through.
+    """
+    loading = process + sizes.resident + sizes.app + sizes.largest
+    running = fixed_bytes(sizes, process) + _through(sizes, keeps, arena) + _least(sizes)
+    return max(loading, running)
+
+
+def fixed_bytes(sizes: ModelSizes, process: int) -> int:
+    """Return the bytes of the process beside streamed weights and compute buffers.
+
+    Compute buffers are not counted: decoding releases them.
+    """
+    own = sizes.resident + sizes.kv + sizes.app
+    return process + own + SPARE_BYTES
+
+
+def _through(sizes: ModelSizes, keeps: Cache | None, arena: int) -> int:
+    """Return the bytes of buffers that weights are read through, plus the sparse mode's scales."""
+    widest = max((one.layer_bytes for one in sizes.channels), default=0)
+    if keeps is None:
+        return arena
+    if keeps == "streamed":  # all channels of an activation are in memory together
+        return max(arena, widest + 2 * _PIECE) + sizes.scales
+    return arena + sizes.scales + _RING + widest // 2
+
+
+def _least(sizes: ModelSizes) -> int:
+    """Return the least bytes beside fixed memory and read buffers."""
+    return sizes.buffers + sizes.least_experts
+
+
+def predict_exact(sizes: ModelSizes, machine: Hardware, budget: int) -> Prediction:
+    """Predict the exact mode, whose reading and computing overlap: the longer one counts."""
+    room = max(0, budget - fixed_bytes(sizes, machine.process) - _through(sizes, None, ARENA_BYTES))
+    read = _streamed(sizes.streamed - sizes.experts, sizes, room)
+    return Prediction(
+        mode="exact",
+        sparsity=0.0,
+        group_layers=0,
+        keeps=None,
+        cache=min(room, sizes.streamed),
+        token_s=max(sizes.used / machine.bytes_per_s, read / machine.disk.bytes_per_s),
+        read=read,
+        least_budget=least_budget(sizes, machine.process),
+    )
+
+
+def predict_streamed(
+    sizes: ModelSizes, machine: Hardware, budget: int, sparsity: float
+) -> Prediction:
+    """Predict the sparse mode that reads all channels that are not kept, as the exact mode does."""
+    through = fixed_bytes(sizes, machine.process) + _through(sizes, "streamed", ARENA_BYTES)
+    room = max(0, budget - through)
+    plain = sizes.dense + sizes.in_channels
+    read = _streamed(plain, sizes, room)
+    computing_s = _used_sparse(sizes, sparsity) / machine.bytes_per_s
+    return Prediction(
+        mode="sparse",
+        sparsity=sparsity,
+        group_layers=1,
+        keeps="streamed",
+        cache=min(room, plain + sizes.experts),
+        token_s=max(computing_s, read / machine.disk.bytes_per_s),
+        read=read,
+        least_budget=least_budget(sizes, machine.process, "streamed"),
+    )
+
+
+def predict_sparse(
+    sizes: ModelSizes, machine: Hardware, budget: int, sparsity: float, *, keeps: Keeps
+) -> Prediction:
+    """Predict the sparse mode that reads channels on demand and only other weights ahead."""
+    through = fixed_bytes(sizes, machine.process) + _through(sizes, keeps, ARENA_BYTES)
+    room = max(0, budget - through)
+    cache = min(max(0, room - sizes.dense - sizes.experts), sizes.in_channels)
+    disk = machine.disk
+    reads = _channel_reads(sizes, cache / sizes.in_channels, sparsity, keeps, disk.gap_bytes)
+    dense = _streamed(sizes.dense, sizes, room)
+    waiting_s = reads.n_reads * disk.read_s + reads.n_bytes / disk.bytes_per_s
+    computing_s = _used_sparse(sizes, sparsity) / machine.bytes_per_s
+    return Prediction(
+        mode="sparse",
+        sparsity=sparsity,
+        group_layers=round(sizes.channels[0].stride / sizes.channels[0].n_bytes),
+        keeps=keeps,
+        cache=min(room, sizes.dense + sizes.experts + cache),
+        token_s=waiting_s + max(computing_s, dense / disk.bytes_per_s),
+        read=reads.n_bytes + dense,
+        least_budget=least_budget(sizes, machine.process, keeps),
+    )
+
+
+def _used_sparse(sizes: ModelSizes, sparsity: float) -> float:
+    """Return the bytes that a token computes with."""
+    others = sizes.dense + sizes.experts * sizes.expert_share + sizes.scales
+    return others + sizes.in_channels * (1 - sparsity)
+
+
+def _streamed(plain: int, sizes: ModelSizes, room: int) -> float:
+    """Return the bytes read per token; experts get the room that other weights leave."""
+    missing = max(0, plain - room)
+    if sizes.experts:
+        kept = min(1.0, max(sizes.least_experts, room - plain) / sizes.experts)
+        return missing + sizes.experts * sizes.expert_share * (1 - kept)
+    return missing
+
+
+def _channel_reads(
+    sizes: ModelSizes, share: float, sparsity: float, keeps: Keeps, gap_bytes: int
+) -> Reads:
+    total = Reads(0, 0)
+    for one in sizes.channels:
+        rates = use_rates(one.means, sparsity)
+        busiest = np.arange(one.n_channels) < share * one.n_channels
+        cached = busiest if keeps == "busiest" else cached_shares(rates, share)
+        reads = expected_reads(rates * (1 - cached), one.n_bytes, one.stride, gap_bytes)
+        total += Reads(*(one.n_layers * number for number in reads))
+    return total
