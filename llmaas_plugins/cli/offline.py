@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.files.file_bytes import as_store_error
+from llmaas_plugins.model.loading import loaded
 
 if TYPE_CHECKING:
     from llmaas_plugins.model.forward import Evaluator
@@ -21,7 +22,6 @@ __all__ = [
     "content_of",
     "evaluating",
     "folder_beside",
-    "loaded",
     "trained_context",
 ]
 
@@ -53,27 +53,6 @@ def evaluating(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluator]
         Evaluator(opened.model) as evaluator,
     ):
         yield opened, evaluator
-
-
-@contextlib.contextmanager
-def loaded(path: Path, *, is_vocab_only: bool = False) -> Iterator[Any]:
-    """Load a model without a context, or only its vocabulary.
-
-    Raises:
-        ConfigError: llama.cpp cannot load the model.
-    """
-    from llama_cpp import _internals, llama_cpp
-    from llama_cpp._logger import set_verbose
-
-    set_verbose(False)  # ggml logs every graph
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = is_vocab_only
-    try:
-        model = _internals.LlamaModel(path_model=str(path), params=params, verbose=False)
-    except ValueError as error:
-        raise ConfigError(f"cannot load model {path}: {error}") from error
-    with contextlib.closing(model):
-        yield model
 
 
 def trained_context(model: Path) -> int | None:

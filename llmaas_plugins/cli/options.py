@@ -45,7 +45,10 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def positive(text: str) -> float:
     """Parse an option value that is a number above 0."""
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
     return number

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.demo.scenario import Call, Script, make_trace, scripts_from
 from llmaas_plugins.demo.worker import CallResult, Failed, Usage, WorkerSpec, serve_worker
+from llmaas_plugins.model.loading import vocabulary
 from llmaas_plugins.signals import signals_wait
 
 __all__ = ["OURS", "DemoOptions", "DemoRun", "run_demo"]
@@ -136,29 +137,17 @@ def _call_all(pipes: dict[str, Connection], call: Call, first: int) -> dict[str,
 
 def _ram_budget(options: DemoOptions, scripts: Sequence[Script]) -> int:
     """Return the bytes of ``budget_share`` of all contexts' f16 KV cache at their final length."""
-    from llama_cpp import Llama
-    from llama_cpp._utils import suppress_stdout_stderr
-
-    try:
-        with suppress_stdout_stderr(
-            disable=False
-        ):  # hides a warning: a vocabulary has no context length
-            vocab = Llama(str(options.model), vocab_only=True, verbose=False)
-    except ValueError as error:
-        raise ConfigError(f"cannot load model {options.model}: {error}") from error
-    lengths = [
-        sum(len(vocab.tokenize(turn.encode())) + options.n_new for turn in script.turns)
-        for script in scripts
-    ]
-    n_ctx = options.n_ctx or int(vocab.metadata.get(f"{_arch(vocab)}.context_length", 1024))
+    with vocabulary(options.model) as vocab:
+        lengths = [
+            sum(len(vocab.tokenize(turn.encode())) + options.n_new for turn in script.turns)
+            for script in scripts
+        ]
+        metadata = vocab.metadata
+    arch = metadata.get("general.architecture", "llama")
+    n_ctx = options.n_ctx or int(metadata.get(f"{arch}.context_length", 1024))
     n_tokens = sum(min(length, n_ctx) for length in lengths)
-    vocab.close()
     least = 1 << 20
-    return max(least, int(n_tokens * _kv_bytes_per_token(vocab.metadata) * options.budget_share))
-
-
-def _arch(vocab: Any) -> str:
-    return str(vocab.metadata.get("general.architecture", "llama"))
+    return max(least, int(n_tokens * _kv_bytes_per_token(metadata) * options.budget_share))
 
 
 def _kv_bytes_per_token(metadata: dict[str, str]) -> int:

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from llama_cpp.server.app import create_app
 from starlette.exceptions import HTTPException
 
-from llmaas_hooks import ConfigError
+from llmaas_plugins.model.loading import load_errors
 from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.confinement import confine_grammars
 from llmaas_plugins.server.grammars import Grammars
@@ -39,10 +39,8 @@ def make_application(
         ConfigError: llama.cpp cannot load the model.
     """
     settings = server_settings.model_copy(update={"api_key": None})  # our middleware checks keys
-    try:
+    with load_errors(model_settings.model):
         app = create_app(server_settings=settings, model_settings=[model_settings])
-    except ValueError as error:
-        raise ConfigError(f"cannot load model {model_settings.model}: {error}") from error
     admission: Admission = checks["admission"]
     app.include_router(make_router(service, admission, checks["metrics"]))
     explain_mistakes()

@@ -18,7 +18,6 @@ from llama_cpp import Llama
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins import activate
-from llmaas_plugins.cli.offline import loaded
 from llmaas_plugins.elastic.fluctuation import ChannelMoments, calibration_of, fluctuation_scores
 from llmaas_plugins.elastic.layer_losses import layer_losses
 from llmaas_plugins.elastic.probing import Prober
@@ -26,6 +25,7 @@ from llmaas_plugins.elastic.scores import read_scores, write_scores
 from llmaas_plugins.elastic.units import blocks_of
 from llmaas_plugins.model.forward import Evaluator
 from llmaas_plugins.model.gguf_header import read_header
+from llmaas_plugins.model.loading import loaded
 
 TEXT = np.random.default_rng(0).integers(300, 2000, 60).astype(np.int32)
 

@@ -8,12 +8,12 @@ import itertools
 import numpy as np
 import pytest
 
-from llmaas_plugins.cli.offline import loaded
 from llmaas_plugins.elastic import probing
 from llmaas_plugins.elastic.probing import Divergence
 from llmaas_plugins.elastic.searching import UnitTimes, search
 from llmaas_plugins.elastic.units import Blocks, Widths
 from llmaas_plugins.model.forward import Evaluator
+from llmaas_plugins.model.loading import loaded
 
 SHARES = [1 - n / 10 for n in range(9)]
 TIMES = UnitTimes(group=4.0, neuron=0.02)

@@ -15,9 +15,11 @@ from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore.settings import datastore_directory, datastore_settings
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.offline import trained_context
+from llmaas_plugins.cli.options import at_least
 from llmaas_plugins.cli.output import counted, print_report, progress_bar
 from llmaas_plugins.cli.store_actions import add_action
 from llmaas_plugins.config import Config
+from llmaas_plugins.model.loading import load_errors
 
 if TYPE_CHECKING:
     from llmaas_plugins.chats.exports import Conversation
@@ -73,7 +75,7 @@ def add_actions(actions: Any) -> None:
     for parser in (build_, select_):
         parser.add_argument(
             "--size",
-            type=_positive,
+            type=at_least(1),
             metavar="PAIRS",
             help="most pairs to select (default: plugins.knn_lm.size)",
         )
@@ -103,10 +105,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-format", help="chat format of your app (default: the model's own)")
     parser.add_argument(
         "--n-ctx",
-        type=_positive,
+        type=at_least(1),
         help=f"context length in tokens (default {_N_CTX}, or the model's if that is less)",
     )
-    parser.add_argument("--threads", type=_positive, help="CPU threads (default: all)")
+    parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: all)")
     parser.add_argument(
         "--again", action="store_true", help="also add conversations that were forgotten"
     )
@@ -217,7 +219,7 @@ def _loaded(args: argparse.Namespace, natives: _Natives) -> Iterator[Any]:
         if not path.is_file():
             raise ConfigError(f"no such model: {path}")
     with activate(Config(on_error="raise"), {"datastore": natives}):
-        try:
+        with load_errors(args.model):
             llama = Llama(
                 str(args.model),
                 n_ctx=args.n_ctx or min(_N_CTX, trained_context(args.model) or _N_CTX),
@@ -228,8 +230,6 @@ def _loaded(args: argparse.Namespace, natives: _Natives) -> Iterator[Any]:
                 chat_format=args.chat_format,
                 verbose=False,
             )
-        except ValueError as error:
-            raise ConfigError(f"cannot load model {args.model}: {error}") from error
         with contextlib.closing(llama):
             yield llama
 
@@ -266,10 +266,3 @@ def _select_text(result: BuildResult) -> str:
         f"{text}; held-out perplexity {result.perplexity_alone:.2f} without them, "
         f"{result.perplexity:.2f} with them; {result.skipped:.0%} of searches can be skipped."
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.output import counted, one_line, printable, size_text
+from llmaas_plugins.model.loading import vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -189,13 +189,7 @@ def _contexts(
     model: Path, tokens: npt.NDArray[np.int32], positions: Sequence[int]
 ) -> list[tuple[str, str]]:
     """Return the texts of tokens, each with the text of a few tokens before it."""
-    from llama_cpp import Llama
-
-    try:
-        vocab = Llama(str(model), vocab_only=True, verbose=False)
-    except ValueError as error:
-        raise ConfigError(f"cannot load model {model}: {error}") from error
-    with contextlib.closing(vocab):
+    with vocabulary(model) as vocab:
         if len(tokens) and tokens.max() >= vocab.n_vocab():
             raise ConfigError(
                 f"{model} has {vocab.n_vocab()} tokens, but the conversation has token "

@@ -13,9 +13,9 @@ from llmaas_plugins.cli.offline import (
     check_target,
     content_of,
     evaluating,
-    loaded,
 )
 from llmaas_plugins.cli.output import progress_bar
+from llmaas_plugins.model.loading import loaded
 
 if TYPE_CHECKING:
     import numpy as np

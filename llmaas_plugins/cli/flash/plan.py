@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import StoreError, TensorInfo
 from llmaas_plugins.cli.doctor.resources import import_server
 from llmaas_plugins.cli.flash.pack import tensors_of
+from llmaas_plugins.cli.options import at_least, positive
 from llmaas_plugins.cli.output import print_report, progress_bar
 from llmaas_plugins.sizes import memory_bytes
 
@@ -52,14 +53,14 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--context",
-        type=_positive(int),
+        type=at_least(1),
         default=512,
         metavar="N",
         help="tokens in the context (default 512)",
     )
     parser.add_argument(
         "--seconds",
-        type=_positive(float),
+        type=positive,
         default=10.0,
         help="seconds for measuring the disk (default 10)",
     )
@@ -352,14 +353,3 @@ def _sparsity(text: str) -> float:
     if not 0 <= number <= MOST_SPARSITY:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MOST_SPARSITY}")
     return number
-
-
-def _positive(kind: type[Any]) -> Any:
-    def parsed(text: str) -> Any:
-        number = kind(text)
-        if not 0 < number < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
-        return number
-
-    parsed.__name__ = kind.__name__  # argparse puts this into its error messages
-    return parsed
