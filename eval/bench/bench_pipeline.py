@@ -85,7 +85,7 @@ class StoredPrompt(contextlib.ExitStack):
     def bring(self):
         """Give the engine all cells; return the result of the load, or None without a load."""
         with self.engine.lent():
-            loaded = self.transfer.restore(self.tokens, self.tokens[:0], None)
+            loaded = self.transfer.restore(self.tokens, self.tokens[:0], None, None)
         if loaded is not None:
             self.engine.set_restored(self.tokens[: loaded.n_tokens])
         n_there = 0 if loaded is None else loaded.n_tokens
@@ -111,11 +111,11 @@ class StoredPrompt(contextlib.ExitStack):
     @contextlib.contextmanager
     def cut_at(self, cut):
         """Replace the plugin's plan by this cut."""
-        self.transfer._plan = lambda chunks, _start: LoadPlan(as_runs(chunks, cut), None)
+        self.transfer._loader._plan = lambda chunks, _start: LoadPlan(as_runs(chunks, cut), None)
         try:
             yield self
         finally:
-            del self.transfer._plan
+            del self.transfer._loader._plan
 
 
 @pytest.fixture(params=N_TOKENS)

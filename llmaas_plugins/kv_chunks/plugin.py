@@ -41,9 +41,10 @@ from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.store_files import SLAB
+from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
 from llmaas_plugins.kv_chunks.transfer.pipeline import Workers
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
-from llmaas_plugins.kv_chunks.transfer.transfer import Transfer, TransferParts
+from llmaas_plugins.kv_chunks.transfer.transfer import Transfer
 from llmaas_plugins.lazy import lazy
 from llmaas_plugins.model.digest import Digest, begin_digest, changed_in_place
 from llmaas_plugins.model.identity import cell_identity, hashed, is_rotation_off

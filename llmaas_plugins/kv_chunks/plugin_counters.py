@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmaas_hooks import RequestStats, forks
-from llmaas_plugins.kv_chunks.transfer.transfer import LoadResult
+from llmaas_plugins.kv_chunks.transfer.cell_loader import LoadResult
 
 __all__ = ["PluginCounters"]
 

@@ -28,7 +28,7 @@ from switching import ask
 from llmaas_hooks import PluginError
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SCRATCH_SEQUENCE
 from llmaas_plugins.kv_chunks.transfer import chunk_load, direct_load
-from llmaas_plugins.kv_chunks.transfer.transfer import Transfer
+from llmaas_plugins.kv_chunks.transfer.cell_loader import CellLoader
 
 Q8_0 = llama_cpp.GGML_TYPE_Q8_0
 CASES = {
@@ -82,17 +82,17 @@ def ways(monkeypatch):
     found = []
 
     def watch(name, n_tokens):
-        original = getattr(Transfer, name)
+        original = getattr(CellLoader, name)
 
         def call(self, *args):
             result = original(self, *args)
             found.append((name, n_tokens(result)))
             return result
 
-        monkeypatch.setattr(Transfer, name, call)
+        monkeypatch.setattr(CellLoader, name, call)
 
-    watch("_land", int)
-    watch("_load", lambda result: result[1])
+    watch("_load_directly", int)
+    watch("_load_in_segments", lambda result: result[1])
     return found
 
 
@@ -106,7 +106,7 @@ def small_pieces(monkeypatch):
 
 def staged(suite, llama, prompt=PROMPT):
     """Restore through the buffers."""
-    transfer_of(suite, llama)._memory = None
+    transfer_of(suite, llama)._loader._memory = None
     return restore(suite, llama, prompt)
 
 
@@ -141,11 +141,11 @@ def test_cells_are_those_that_come_through_the_buffers(make_one, stored, ways, t
     with make_one() as one, make_one() as other:
         leave_ram(active, one, PROMPT, TIERS[tier])
         restored, found = restore(active, one, PROMPT)
-        assert ways == [("_land", len(PROMPT))]
+        assert ways == [("_load_directly", len(PROMPT))]
         assert (restored.n_tokens, restored.n_loaded) == (len(PROMPT), len(PROMPT))
         leave_ram(active, one, PROMPT, TIERS[tier])
         _, expected = staged(active, other)
-        assert ways[1:] == [("_land", 0), ("_load", len(PROMPT))]
+        assert ways[1:] == [("_load_directly", 0), ("_load_in_segments", len(PROMPT))]
         assert np.array_equal(found, expected)
         assert_alike(active, one, other)
 
@@ -159,7 +159,7 @@ def test_threads_bring_them_all_to_their_places(make, stored, ways):
             ways.clear()
             leave_ram(active, one, PROMPT, on_disk)
             _, found = restore(active, one, PROMPT)
-            assert ways == [("_land", len(PROMPT))]
+            assert ways == [("_load_directly", len(PROMPT))]
             assert np.array_equal(found, expected)
             engine_of(active, one).drop_resident()
 
@@ -172,7 +172,7 @@ def test_behind_cells_that_stayed(make, stored, ways):
             keep(active, one, n_kept)
             ways.clear()
             restored, found = restore(active, one, PROMPT)
-            assert ways == [("_land", len(PROMPT) - n_kept // 16 * 16)]
+            assert ways == [("_load_directly", len(PROMPT) - n_kept // 16 * 16)]
             assert restored.n_tokens == len(PROMPT)
             assert np.array_equal(found, expected)
             assert position_after(one, SCRATCH_SEQUENCE) == 0
@@ -185,7 +185,7 @@ def test_the_last_chunk_may_only_begin_like_the_prompt(make, stored, ways):
         for n in (5, 16, 17, 173):
             ways.clear()
             restored, found = restore(active, one, PROMPT[:n])
-            assert ways == [("_land", n)]
+            assert ways == [("_load_directly", n)]
             assert (restored.n_tokens, restored.n_loaded) == (n, n)
             assert position_after(one) == n
             assert np.array_equal(found, staged(active, other, PROMPT[:n])[1])
@@ -200,7 +200,7 @@ def test_lossless_cells_are_vanillas(make, stored, ways):
     active = stored(make, codec="lossless", parked_tokens=256)
     with make() as llama:
         restored, found = restore(active, llama, PROMPT)
-        assert ways == [("_land", restored.n_tokens)]
+        assert ways == [("_load_directly", restored.n_tokens)]
         assert np.array_equal(found, expected)
 
 
@@ -211,7 +211,7 @@ def test_another_life_with_little_ram(stored, suite, make_one, ways):
     active = suite(codec="tolerance", ram_budget="1 MiB")
     with make_one() as one, make_one() as other:
         restored, found = restore(active, one, PROMPT)
-        assert ways[0][0] == "_land"
+        assert ways[0][0] == "_load_directly"
         assert ways[0][1] > 0
         assert restored.n_loaded == len(PROMPT)
         assert np.array_equal(found, staged(active, other)[1])
@@ -237,7 +237,7 @@ def test_two_engines_at_the_same_time(stored, make_one, ways):
                 for llama in prompts:
                     assert np.array_equal(found[llama].result()[1], expected[llama])
                     engine_of(active, llama).drop_resident()
-        assert sorted(ways) == [("_land", 90)] * 5 + [("_land", len(PROMPT))] * 5
+        assert sorted(ways) == [("_load_directly", 90)] * 5 + [("_load_directly", len(PROMPT))] * 5
 
 
 # -- what is not sound -----------------------------------------------------------------------------
@@ -262,7 +262,10 @@ def test_what_is_sound_in_front_of_damage_stays(make_one, stored, ways, i):
     with make_one() as one, make_one() as other:
         spoil(active, one, i)
         restored, found = restore(active, one, PROMPT)
-        assert ways == [("_land", 16 * i), ("_load", len(PROMPT) - 16 * (i + 1))]
+        assert ways == [
+            ("_load_directly", 16 * i),
+            ("_load_in_segments", len(PROMPT) - 16 * (i + 1)),
+        ]
         assert (restored.n_tokens, restored.n_recomputed) == (len(PROMPT), 16)
         assert store_of(active).stats()["faults"] == 1
         assert all(chunk.pins == 0 for chunk in path_of(active, one, PROMPT))
@@ -276,7 +279,7 @@ def test_damage_of_the_last_chunk_is_left_to_the_engine(make_one, stored, ways):
     with make_one() as llama:
         spoil(active, llama, 12)
         restored, _ = restore(active, llama, PROMPT)
-        assert ways == [("_land", 192), ("_load", 0)]
+        assert ways == [("_load_directly", 192), ("_load_in_segments", 0)]
         assert (restored.n_tokens, restored.n_recomputed) == (192, 0)
         assert position_after(llama) == 192
 
@@ -289,7 +292,7 @@ def test_damage_behind_cells_that_stayed(make, stored, ways):
         spoil(active, one, 5)
         ways.clear()
         restored, found = restore(active, one, PROMPT)
-        assert ways == [("_land", 48), ("_load", len(PROMPT) - 96)]
+        assert ways == [("_load_directly", 48), ("_load_in_segments", len(PROMPT) - 96)]
         assert restored.n_tokens == len(PROMPT)
         assert np.array_equal(found, staged(active, other)[1])
 
@@ -299,7 +302,7 @@ def test_where_something_has_to_be_recomputed_nothing_lands(make_one, stored, wa
     with make_one() as llama:
         lose(active, llama, PROMPT, [4])
         assert restore(active, llama, PROMPT)[0].n_tokens == len(PROMPT)
-        assert ways == [("_land", 0), ("_load", len(PROMPT) - 16)]
+        assert ways == [("_load_directly", 0), ("_load_in_segments", len(PROMPT) - 16)]
 
 
 def test_cells_between_parked_ones_are_loaded_through_the_buffers(make, stored, ways):
@@ -309,7 +312,7 @@ def test_cells_between_parked_ones_are_loaded_through_the_buffers(make, stored, 
         occupy(active, one, range(30, 55))
         ways.clear()
         restored, found = restore(active, one, PROMPT)
-        assert ways == [("_land", 0), ("_load", len(PROMPT))]
+        assert ways == [("_load_directly", 0), ("_load_in_segments", len(PROMPT))]
         assert restored.n_tokens == len(PROMPT)
         assert np.array_equal(found, expected)
         assert (position_after(one, SCRATCH_SEQUENCE), position_after(one, LAST)) == (0, 55)
@@ -381,7 +384,7 @@ def test_a_restore_does_not_wait_for_threads_that_are_busy(make_one, stored, way
     with make_one() as llama:
         busy = [pool.submit(done.wait, 60) for _ in range(pool._max_workers)]
         assert restore(active, llama, PROMPT)[0].n_loaded == len(PROMPT)
-        assert ways == [("_land", len(PROMPT))]
+        assert ways == [("_load_directly", len(PROMPT))]
         assert not any(job.done() for job in busy)
         done.set()
 

@@ -96,7 +96,7 @@ def test_a_range_of_a_context_is_read_in_the_engine_s_order(mixed):
     """Sorting is necessary because of the new part since the last save."""
     active, llama = mixed
     transfer = transfer_of(active)
-    geometry = transfer._geometry
+    geometry = transfer._layout.geometry
     blob = np.zeros(_native.blob_size(geometry, 32), np.uint8)
     assert transfer._cells.read(32, 64, blob) == blob.nbytes
     assert _native.blob_positions(blob) == [*range(40, 64), *range(32, 40)]

@@ -191,7 +191,7 @@ def test_interrupted_recompute_drops_the_cells(make_one, suite, monkeypatch):
         lose(active, llama, PROMPT, [3, 6])
         leave_ram(active, llama, PROMPT)
         with monkeypatch.context() as patch:
-            patch.setattr("llmaas_plugins.kv_chunks.transfer.transfer.evaluate", interrupted)
+            patch.setattr("llmaas_plugins.kv_chunks.transfer.cell_loader.evaluate", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ask(llama, PROMPT, 1)
         assert position_after(llama) == 0

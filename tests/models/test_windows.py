@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from switching import Conversation, ask
 
-from llmaas_plugins.kv_chunks.transfer.transfer import _runs
+from llmaas_plugins.kv_chunks.transfer.chunk_saver import _runs
 
 RNG = np.random.default_rng(7)
 N_TURNS, N_TALKS = 4, 4
