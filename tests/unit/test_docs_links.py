@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import pytest
 from llmaas_eval.house.source_pages import links_in, on_page_markdown, symbol_line
 
 ROOT = Path(__file__).parents[2]
-PAGES = subprocess.run(
-    ["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True
-).stdout.split()
+FILES = subprocess.run(
+    ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+).stdout.splitlines()
+PAGES = [name for name in FILES if name.endswith(".md")]
 PAPERS = ("kv_chunks", "flash_weights", "elastic", "knn_lm")
 CODE = (".py", ".c", ".h")
 
@@ -69,6 +71,16 @@ def test_a_papers_core_is_at_most_three_clicks_from_the_readme(paper):
     assert page in near
     named = {link for link in links_of(page) if link.fragment and link.path.endswith(CODE)}
     assert len(named) >= 7
+
+
+def test_the_map_names_only_modules_that_exist():
+    text = (ROOT / "docs" / "explanation" / "internals.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| module \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    rows = [row.split("|")[1] for table in tables for row in table.splitlines()]
+    named = {name for row in rows for name in re.findall(r"(?:`|\*\*)([\w/]+?)/?(?:`|\*\*)", row)}
+    places = {f"/{name.rsplit('.', 1)[0]}/" for name in FILES}
+    assert len(named) > 100
+    assert [name for name in named if not any(f"/{name}/" in place for place in places)] == []
 
 
 def test_links_in_code_blocks_to_the_web_and_within_a_page_are_none():
