@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from llmaas_hooks import ConfigError, LlmaasError
-from llmaas_plugins.demo.scenario import Call, Script, make_trace, scripts_from
+from llmaas_plugins.demo.scenario import Script, ScriptedCall, make_trace, scripts_from
 from llmaas_plugins.demo.worker import CallResult, Failed, Usage, WorkerSpec, serve_worker
 from llmaas_plugins.model.loading import vocabulary
 from llmaas_plugins.signals import signals_wait
@@ -72,7 +72,7 @@ class DemoRun:
 
     options: DemoOptions
     scripts: Sequence[Script]
-    trace: Sequence[Call]
+    trace: Sequence[ScriptedCall]
     ram_budget_bytes: int
     results: dict[str, list[CallResult]]
     usage: dict[str, Usage]
@@ -89,7 +89,7 @@ def run_demo(options: DemoOptions) -> DemoRun:
     trace = make_trace(scripts, options.n_calls, options.seed)
     budget = _ram_budget(options, scripts)
     results: dict[str, list[CallResult]] = {name: [] for name in _SYSTEMS}
-    made: list[Call] = []
+    made: list[ScriptedCall] = []
     full: set[int] = set()
     with ExitStack() as stack:
         folder = stack.enter_context(_folder())
@@ -124,7 +124,9 @@ def _folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _call_all(pipes: dict[str, Connection], call: Call, first: int) -> dict[str, CallResult] | None:
+def _call_all(
+    pipes: dict[str, Connection], call: ScriptedCall, first: int
+) -> dict[str, CallResult] | None:
     """Make a call on each system, from system ``first`` on; return None if the context is full."""
     row: dict[str, CallResult] = {}
     for name in (*_SYSTEMS[first:], *_SYSTEMS[:first]):

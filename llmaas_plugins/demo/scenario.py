@@ -11,7 +11,7 @@ from pathlib import Path
 from llmaas_hooks import ConfigError
 from llmaas_plugins.chats.exports import Conversation, load_conversations
 
-__all__ = ["Call", "Script", "make_trace", "scripts_from"]
+__all__ = ["Script", "ScriptedCall", "make_trace", "scripts_from"]
 
 _STAY = 0.35
 """Probability that the next call uses the same context (LLMS §4, Markov pattern)."""
@@ -33,7 +33,7 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ScriptedCall:
     """One call of the trace.
 
     Attributes:
@@ -63,7 +63,7 @@ def scripts_from(data: Path | None, n_contexts: int) -> list[Script]:
     return scripts[:n_contexts]
 
 
-def make_trace(scripts: Sequence[Script], n_calls: int | None, seed: int) -> list[Call]:
+def make_trace(scripts: Sequence[Script], n_calls: int | None, seed: int) -> list[ScriptedCall]:
     """Return the calls in order.
 
     The next call stays in its context with a probability of 0.35. Otherwise a context that was used
@@ -73,14 +73,14 @@ def make_trace(scripts: Sequence[Script], n_calls: int | None, seed: int) -> lis
     recent = list(range(len(scripts)))
     rng.shuffle(recent)
     done = [0] * len(scripts)
-    trace: list[Call] = []
+    trace: list[ScriptedCall] = []
     while recent and (n_calls is None or len(trace) < n_calls):
         weights = [1 / (rank + 1) for rank in range(len(recent))]
         stay = trace and recent[0] == trace[-1].context and rng.random() < _STAY
         if not stay and len(recent) > 1:
             weights[0] = 0
         chosen = recent[0] if stay else rng.choices(recent, weights)[0]
-        trace.append(Call(chosen, done[chosen]))
+        trace.append(ScriptedCall(chosen, done[chosen]))
         done[chosen] += 1
         recent.remove(chosen)
         if done[chosen] < len(scripts[chosen].turns):

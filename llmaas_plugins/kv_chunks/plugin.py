@@ -29,6 +29,7 @@ from llmaas_hooks import (
     hookimpl,
 )
 from llmaas_plugins._native import Budget, Codec
+from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.kv_chunks.compression.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.compression.bit_allocator import BitAllocator
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
@@ -48,7 +49,6 @@ from llmaas_plugins.kv_chunks.transfer.transfer import Transfer
 from llmaas_plugins.lazy import lazy
 from llmaas_plugins.model.digest import Digest, begin_digest, changed_in_place
 from llmaas_plugins.model.identity import cell_identity, hashed, is_rotation_off
-from llmaas_plugins.trouble import Trouble
 
 __all__ = ["KVChunks"]
 
@@ -82,7 +82,7 @@ class KVChunks:
         self._natives: dict[int, NativeContext] = {}
         self._contexts_with_spare: set[int] = set()
         self._report = PluginCounters()
-        self._background_trouble = Trouble(_log)
+        self._background_failures = FailureLog(_log)
         self._uses_native_context = config.codec == "tolerance" or config.parked_tokens > 0
         if not self._uses_native_context:
             self.llmaas_native_context = None  # type: ignore[method-assign,assignment]
@@ -371,12 +371,12 @@ class KVChunks:
             self._store.flush()
             self._store.reader.refill()
         except Exception as error:
-            self._background_trouble.failed(
+            self._background_failures.failed(
                 "writing or reading chunks ahead of time failed; contexts will be recomputed",
                 error=error,
             )
         else:
-            self._background_trouble.worked()
+            self._background_failures.worked()
 
     def _stop_serving(self, engine: Engine, error: BudgetError) -> None:
         with self._lock:

@@ -80,7 +80,7 @@ def receive_exactly(connection: socket.socket, n_bytes: int) -> bytes:
     return bytes(found)
 
 
-class Budget:
+class TimeBudget:
     """CPU time budget of this process; the kernel kills the process when it is used up."""
 
     def __init__(self, step_s: float) -> None:
@@ -224,7 +224,7 @@ def _limit_memory() -> None:
 
 def _checked(vocabulary: Vocabulary, step_s: float, kind: str, text: str) -> dict[str, str]:
     """Build a grammar and try it out; return its text, or the mistake found in it."""
-    with Budget(step_s).spent():
+    with TimeBudget(step_s).spent():
         if kind == "schema":
             from llama_cpp.llama_grammar import json_schema_to_gbnf
 
@@ -244,13 +244,13 @@ def _checked(vocabulary: Vocabulary, step_s: float, kind: str, text: str) -> dic
         allowed = grammar.allowed()
     if not allowed.any():
         return {"mistake": "no token of this model can begin it"}
-    walk = Budget(step_s)
+    walk = TimeBudget(step_s)
     walk.run_from_here()
     _try_out(vocabulary, walk, grammar, allowed)
     return {"grammar": text}
 
 
-def _try_out(vocabulary: Vocabulary, budget: Budget, grammar: Grammar, allowed: Any) -> None:
+def _try_out(vocabulary: Vocabulary, budget: TimeBudget, grammar: Grammar, allowed: Any) -> None:
     """Take some steps within the budget: the longest token, which costs most, or a random one."""
     chance = random.Random(0)  # noqa: S311  the same choices every time
     for i in range(_TRIED_STEPS):
@@ -268,7 +268,7 @@ def _run(vocabulary: Vocabulary, step_s: float, connection: socket.socket, text:
     """Run a grammar: send the tokens that may come next, receive the one that came, and repeat."""
     import numpy as np
 
-    budget = Budget(step_s)
+    budget = TimeBudget(step_s)
     with budget.spent():
         grammar = Grammar(vocabulary, text)
         allowed = grammar.allowed()

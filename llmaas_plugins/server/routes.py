@@ -30,7 +30,7 @@ from llmaas_plugins.service.service import Context, LLMService
 __all__ = ["make_router"]
 
 
-class NewContext(BaseModel):
+class NewContextBody(BaseModel):
     """Body of ``POST …/contexts``."""
 
     model_config = ConfigDict(extra="forbid")
@@ -38,7 +38,7 @@ class NewContext(BaseModel):
     system: str | None = Field(default=None, description="System prompt.")
 
 
-class Call(BaseModel):
+class CallBody(BaseModel):
     """Body of ``POST …/call``."""
 
     model_config = ConfigDict(extra="forbid")
@@ -91,7 +91,7 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
     router = APIRouter()
 
     @router.post("", status_code=201)
-    def new_context(app: str, body: NewContext) -> dict[str, Any]:
+    def new_context(app: str, body: NewContextBody) -> dict[str, Any]:
         with _http_errors():
             return service.bind(app).new_context(body.system).record().summary()
 
@@ -113,7 +113,9 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
                 return {"freed_bytes": await run_in_threadpool(found.delete)}
 
     @router.post("/{context_id}/call", response_model=None)
-    async def call(app: str, context_id: str, body: Call) -> dict[str, Any] | EventSourceResponse:
+    async def call(
+        app: str, context_id: str, body: CallBody
+    ) -> dict[str, Any] | EventSourceResponse:
         with _http_errors():
             found = service.bind(app).context(context_id)
             if body.stream:
@@ -126,7 +128,9 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
     return router
 
 
-async def _events(context: Context, body: Call, metrics: Metrics) -> AsyncGenerator[dict[str, str]]:
+async def _events(
+    context: Context, body: CallBody, metrics: Metrics
+) -> AsyncGenerator[dict[str, str]]:
     """Yield server-sent events: ``{"text": …}`` pieces, then a ``done`` event with the reply."""
     async with engine_lock():
         stream = context.stream(body.prompt, **body.arguments())

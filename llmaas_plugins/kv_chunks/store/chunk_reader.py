@@ -7,11 +7,11 @@ import logging
 from collections.abc import Sequence
 
 from llmaas_plugins import _native
+from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.kv_chunks.store.extents import PAGE, page_round
 from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk
-from llmaas_plugins.trouble import Trouble
 
 __all__ = ["ChunkReader"]
 
@@ -27,7 +27,7 @@ class ChunkReader:
         self._residency = residency
         self._space = space
         self._n_fetches = 0
-        self._read_trouble = Trouble(_log, logging.WARNING)
+        self._read_failures = FailureLog(_log, logging.WARNING)
 
     def fetch(self, chunks: Sequence[Chunk], *, is_ahead: bool = False) -> list[int]:
         """Bring chunks into RAM and pin them until ``release``.
@@ -164,9 +164,9 @@ class ChunkReader:
                     self.drop_damaged(chunk)
             if unusable:
                 found = unusable[0]
-                self._read_trouble.failed("a stored chunk is unusable (%s); recomputing it", found)
+                self._read_failures.failed("a stored chunk is unusable (%s); recomputing it", found)
             elif pending:
-                self._read_trouble.worked()
+                self._read_failures.worked()
 
 
 def _never(_: Chunk) -> bool:

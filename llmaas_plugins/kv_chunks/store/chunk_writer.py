@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
+from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.index import IndexUpdate
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
 from llmaas_plugins.kv_chunks.store.tree import Chunk
-from llmaas_plugins.trouble import Trouble
 
 __all__ = ["ChunkWriter"]
 
@@ -39,7 +39,7 @@ class ChunkWriter:
         self._write_budget = disk.write_budget(write_budget)
         self._flush_lock = threading.Lock()
         self._index_lock = threading.Lock()
-        self._write_trouble, self._index_trouble = Trouble(_log), Trouble(_log)
+        self._write_failures, self._index_failures = FailureLog(_log), FailureLog(_log)
         n_invalid = disk.load(residency.tree)
         residency.counters.faults += len(n_invalid)
         residency.update.removed += n_invalid
@@ -116,7 +116,7 @@ class ChunkWriter:
             try:
                 return self._disk.index.layout(root)
             except sqlite3.Error as error:
-                self._failed(self._index_trouble, error)
+                self._failed(self._index_failures, error)
                 return None
 
     def close(self) -> None:
@@ -132,9 +132,9 @@ class ChunkWriter:
         try:
             self.commit()
         except StoreError as error:
-            self._failed(self._index_trouble, error)
+            self._failed(self._index_failures, error)
         else:
-            self._index_trouble.worked()
+            self._index_failures.worked()
 
     def _next_batch(self, lost: dict[bytes, Chunk]) -> tuple[list[Chunk], list[int]]:
         """Pin dirty chunks; return them with their places on disk. Others go to ``lost``."""
@@ -179,9 +179,9 @@ class ChunkWriter:
             )
         except StoreError as error:
             failure = error
-            self._failed(self._write_trouble, error)
+            self._failed(self._write_failures, error)
         else:
-            self._write_trouble.worked()
+            self._write_failures.worked()
         with self._residency.lock:
             for chunk, place in zip(batch, places, strict=True):
                 in_tree = self._residency.tree.get(chunk.id.key) is chunk
@@ -202,6 +202,6 @@ class ChunkWriter:
         self._residency.counters.written_bytes += chunk.size
         self._write_budget.spend(page_round(chunk.size))
 
-    def _failed(self, trouble: Trouble, error: Exception) -> None:
+    def _failed(self, failures: FailureLog, error: Exception) -> None:
         self._residency.counters.io_errors += 1
-        trouble.failed("cannot write to the KV store: %s; contexts will be recomputed", error)
+        failures.failed("cannot write to the KV store: %s; contexts will be recomputed", error)

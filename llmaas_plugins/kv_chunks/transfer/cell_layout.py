@@ -13,10 +13,10 @@ import numpy as np
 
 from llmaas_plugins import _native
 from llmaas_plugins._native import KVGeometry
+from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.transfer.cells import KVCells
-from llmaas_plugins.trouble import Trouble
 
 __all__ = ["CellLayout", "pack_layout", "unpack_layout"]
 
@@ -62,7 +62,7 @@ class CellLayout:
         """Start without a layout."""
         self._store = store
         self._cells = cells
-        self._trouble = Trouble(_log, logging.WARNING)
+        self._failures = FailureLog(_log, logging.WARNING)
         self.geometry: KVGeometry | None = None
         self.is_measured = False
 
@@ -73,11 +73,11 @@ class CellLayout:
     def use(self, geometry: KVGeometry) -> None:
         """Use a layout that ``find`` returned, as the buffers for it fit the budget."""
         self.geometry = geometry
-        self._trouble.worked()
+        self._failures.worked()
 
     def reject(self) -> None:
         """Log that the buffers for a stored layout do not fit the budget."""
-        self._trouble.failed("the stored layout of this model's cells needs too much memory")
+        self._failures.failed("the stored layout of this model's cells needs too much memory")
 
     def measure(self, root: bytes) -> KVGeometry:
         """Read the cells' layout from the blob of one cell, and store it under ``root``."""
@@ -98,5 +98,5 @@ class CellLayout:
         try:
             return None if layout is None else unpack_layout(layout)
         except ValueError as error:
-            self._trouble.failed("the stored layout of this model's cells is invalid: %s", error)
+            self._failures.failed("the stored layout of this model's cells is invalid: %s", error)
             return None

@@ -13,6 +13,7 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import BudgetError, Engine, KVRestored, Tokens
 from llmaas_plugins import _native
 from llmaas_plugins._native import KVGeometry
+from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.huge_pages import map_small_pages
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, PrefixMatch, count_tokens
@@ -25,7 +26,6 @@ from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
 from llmaas_plugins.kv_chunks.transfer.pipeline import Loader
 from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun, LoadPlan, plan_load
 from llmaas_plugins.kv_chunks.transfer.recompute import evaluate
-from llmaas_plugins.trouble import Trouble
 
 __all__ = ["CellLoader", "LoadResult"]
 
@@ -72,7 +72,7 @@ class CellLoader:
         self._workers = parts.workers
         self._loader: Loader | None = None
         self._loader_geometry: KVGeometry | None = None
-        self._trouble = Trouble(_log, logging.WARNING)
+        self._failures = FailureLog(_log, logging.WARNING)
 
     def open(self, root: bytes) -> bool:
         """Allocate transfer buffers; return False while the layout of the cells is unknown.
@@ -195,7 +195,7 @@ class CellLoader:
                 if isinstance(step, Gap):
                     self._cells.truncate(end)
                     wanted = prompt[end : end + step.n_tokens]
-                    n = evaluate(self._ctx, wanted, end, self._trouble)
+                    n = evaluate(self._ctx, wanted, end, self._failures)
                 else:
                     n = step.n_tokens if self._put(step, end) else 0
                     n_loaded += n
@@ -203,7 +203,7 @@ class CellLoader:
                 if n < step.n_tokens:
                     break
             else:
-                self._trouble.worked()
+                self._failures.worked()
         self._cells.finish()
         n_over = max(0, end - len(prompt))  # the last chunk may end otherwise
         self._cells.truncate(end - n_over)
@@ -213,5 +213,5 @@ class CellLoader:
         put = self._cells.append if end else self._cells.replace
         if put(segment.blob):
             return True
-        self._trouble.failed("the engine refused stored cells; they are recomputed")
+        self._failures.failed("the engine refused stored cells; they are recomputed")
         return False

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from llmaas_hooks import CodecError, Engine
 from llmaas_plugins import _native
 from llmaas_plugins._native import Codec, KVGeometry, NativeError, Status
+from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, ChunkId
 from llmaas_plugins.kv_chunks.transfer.cell_layout import CellLayout
 from llmaas_plugins.kv_chunks.transfer.cells import KVCells
 from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
-from llmaas_plugins.trouble import Trouble
 
 __all__ = ["ChunkSaver"]
 
@@ -39,7 +39,7 @@ class ChunkSaver:
         self._store = parts.store
         self._codec = parts.codec
         self._staging = parts.staging
-        self._trouble = Trouble(_log, logging.WARNING)
+        self._failures = FailureLog(_log, logging.WARNING)
 
     def save(
         self, root: bytes, ids: Sequence[ChunkId], n_tokens: int, bits: NDArray[np.int64] | None
@@ -67,7 +67,7 @@ class ChunkSaver:
                 if not self._save_run(geometry, run, ids, n_tokens, bits):
                     break
             else:
-                self._trouble.worked()
+                self._failures.worked()
 
     def _save_run(
         self,
@@ -81,13 +81,13 @@ class ChunkSaver:
         end = min(run.stop * CHUNK_TOKENS, n_tokens)
         blob = self._staging.all_buffers[: _native.blob_size(geometry, end - start)]
         if self._cells.read(start, end, blob) != blob.nbytes:
-            self._trouble.failed("cannot read cells %d…%d; they are not saved", start, end)
+            self._failures.failed("cannot read cells %d…%d; they are not saved", start, end)
             return False
         try:
             _native.blob_sort(geometry, blob, end - start)  # among parked cells the order is mixed
             _native.blob_check(geometry, blob, range(start, end))
         except CodecError as error:
-            self._trouble.failed("cells %d…%d are not saved: %s", start, end, error)
+            self._failures.failed("cells %d…%d are not saved: %s", start, end, error)
             return False
         levels = [_native.CHUNK_BITS] * len(ids) if bits is None else bits.tolist()
         return all(

@@ -7,19 +7,19 @@ from typing import Any
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import Tokens
-from llmaas_plugins.trouble import Trouble
+from llmaas_plugins.failure_log import FailureLog
 
 __all__ = ["evaluate"]
 
 
-def evaluate(ctx: Any, tokens: Tokens, start: int, trouble: Trouble) -> int:
+def evaluate(ctx: Any, tokens: Tokens, start: int, failures: FailureLog) -> int:
     """Evaluate tokens at positions from ``start`` on, where sequence 0 ends.
 
     Args:
         ctx: Context to evaluate in.
         tokens: Token ids, shape ``(n,)``.
         start: Position of the first token.
-        trouble: Log for a failed call.
+        failures: Log for a failed call.
 
     Returns:
         Number of evaluated leading tokens, less than ``n`` if a call failed or was aborted. The
@@ -34,7 +34,7 @@ def evaluate(ctx: Any, tokens: Tokens, start: int, trouble: Trouble) -> int:
             _fill(batch, tokens[done : done + n_batch], start + done)
             status = llama_cpp.llama_decode(ctx, batch)
             if status != 0:
-                trouble.failed("llama_decode of %d tokens returned %d", batch.n_tokens, status)
+                failures.failed("llama_decode of %d tokens returned %d", batch.n_tokens, status)
                 return done
     finally:
         llama_cpp.llama_batch_free(batch)

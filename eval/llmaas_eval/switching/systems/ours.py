@@ -21,10 +21,10 @@ from llmaas_eval.switching.systems.base import (
 )
 from llmaas_eval.switching.systems.one import OneContext, open_llama
 from llmaas_hooks import Request, Tokens, common_prefix
+from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.transfer.recompute import evaluate
 from llmaas_plugins.machine import resident_bytes
-from llmaas_plugins.trouble import Trouble
 
 __all__ = ["Ours"]
 
@@ -45,7 +45,7 @@ class Ours(OneContext):
             "ram_budget": room_beside_cells(setting),
         }
         self._behind: threading.Thread | None = None
-        self._trouble = Trouble(logging.getLogger("llmaas.eval"))
+        self._failures = FailureLog(logging.getLogger("llmaas.eval"))
         self._suite: Any = activate({"on_error": "raise", "plugins": {"kv_chunks": table}})
         try:  # recomputing is real here, so a batch's memory must be allocated before
             n_warm = min(_BATCH_TOKENS, setting.max_tokens)
@@ -178,7 +178,7 @@ class Ours(OneContext):
         with self._engine.lent():
             self._tool.finish()
             super()._cut(step.context, last)
-            evaluate(self._llama.ctx, step.after[last:], last, self._trouble)
+            evaluate(self._llama.ctx, step.after[last:], last, self._failures)
             super()._cut(step.context, last)
             super()._append(step.context, self._cells.blob(step.context, step.window, last, 1))
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from llmaas_plugins.trouble import Trouble
+from llmaas_plugins.failure_log import FailureLog
 
 
 @pytest.fixture
@@ -16,14 +16,14 @@ def lines(caplog):
 
 
 def test_the_first_failure_is_told_and_the_first_after_it_worked(lines):
-    trouble = Trouble(logging.getLogger("llmaas.test"))
+    failures = FailureLog(logging.getLogger("llmaas.test"))
     for n in range(5):
-        trouble.failed("cannot write: %s", n)
-    assert trouble.n_failures == 5
+        failures.failed("cannot write: %s", n)
+    assert failures.n_failures == 5
     assert [line.partition(";")[0] for line in lines()] == ["cannot write: 0"]
-    trouble.worked()
-    trouble.worked()
-    trouble.failed("cannot write: %s", 9)
+    failures.worked()
+    failures.worked()
+    failures.failed("cannot write: %s", 9)
     assert lines()[1:] == [
         "it works again, after 5 failures",
         "cannot write: 9; until it works again, the next failures are only counted",

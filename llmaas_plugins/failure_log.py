@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["Trouble"]
+__all__ = ["FailureLog"]
 
 
-class Trouble:
-    """One kind of failure that may recur.
+class FailureLog:
+    """Log of one kind of failure that may recur.
 
     Attributes:
         n_failures: Number of failures since the last success.
