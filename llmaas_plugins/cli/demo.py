@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.offline import check_target
+from llmaas_plugins.cli.files import check_target
 from llmaas_plugins.cli.options import at_least, positive
 
 __all__ = ["add_parser"]

@@ -14,7 +14,7 @@ from llmaas_hooks import ConfigError, ContextCreate, ModelLoad, StoreError, hook
 from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore.settings import datastore_directory, datastore_settings
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.offline import trained_context
+from llmaas_plugins.cli.models import trained_context
 from llmaas_plugins.cli.options import at_least
 from llmaas_plugins.cli.output import counted, print_report, progress_bar
 from llmaas_plugins.cli.store_actions import add_action

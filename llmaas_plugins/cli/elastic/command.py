@@ -13,7 +13,7 @@ from llmaas_plugins.cli.elastic.prepare import (
 from llmaas_plugins.cli.elastic.profile import add_profile_options, profile
 from llmaas_plugins.cli.elastic.score import add_score_options, score
 from llmaas_plugins.cli.elastic.show import show
-from llmaas_plugins.cli.offline import add_model_action
+from llmaas_plugins.cli.models import add_model_action
 
 __all__ = ["add_parser"]
 

@@ -17,8 +17,8 @@ from llmaas_plugins.cli.elastic.score import (
     source_blocks,
 )
 from llmaas_plugins.cli.elastic.search import tried
+from llmaas_plugins.cli.files import check_target, folder_beside
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.offline import check_target, folder_beside
 from llmaas_plugins.cli.options import add_renamed_option
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.files.file_bytes import as_store_error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.offline import trained_context
+from llmaas_plugins.cli.models import trained_context
 from llmaas_plugins.cli.output import print_report, printable, progress_bar
 
 if TYPE_CHECKING:

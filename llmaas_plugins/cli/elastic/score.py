@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.files import check_target, content_of
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.offline import (
-    check_target,
-    content_of,
-    evaluating,
-)
+from llmaas_plugins.cli.models import evaluator_of
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.model.loading import loaded
 
@@ -165,7 +162,7 @@ def _fluctuations(
     from llmaas_plugins.elastic.probing import Prober
 
     prober, watcher = Prober(blocks), Watcher(blocks)
-    with evaluating(args.model, prober=prober, watcher=watcher) as (model, evaluator):
+    with evaluator_of(args.model, prober=prober, watcher=watcher) as (model, evaluator):
         text = calibration_text(args.text, model, evaluator, n_tokens)
         windows = evaluator.windows(text, n_tokens)
         n_loss = min(n_tokens, _N_LOSS_TOKENS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmaas_plugins.cli.elastic.score import calibration_text
-from llmaas_plugins.cli.offline import evaluating
+from llmaas_plugins.cli.models import evaluator_of
 from llmaas_plugins.cli.output import progress_bar
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def tried(args: argparse.Namespace, model: Path, elastic: Elastic) -> Elastic:
 def _text(args: argparse.Namespace, model: Path) -> Text:
     """Return the text on which to evaluate widths."""
     n_tokens = min(args.tokens or _N_TOKENS, _N_TOKENS)
-    with evaluating(model) as (opened, evaluator):
+    with evaluator_of(model) as (opened, evaluator):
         return Text(calibration_text(args.text, opened, evaluator, n_tokens), n_tokens)
 
 
@@ -88,7 +88,7 @@ def _searched(model: Path, elastic: Elastic, text: Text) -> tuple[Widths, ...]:
     blocks, prober = elastic.blocks, Prober(elastic.blocks)
     step = -(-blocks.n_ff // _N_STEPS // elastic.step) * elastic.step
     with (
-        evaluating(model, prober=prober) as (_, evaluator),
+        evaluator_of(model, prober=prober) as (_, evaluator),
         progress_bar("widths", "%", 100) as bar,
     ):
         divergence = Divergence(evaluator, *text)
@@ -117,7 +117,7 @@ def _biases(model: Path, elastic: Elastic, text: Text) -> Mapping[str, NDArray[n
     blocks, found = elastic.blocks, {}
     fitted, other = text.halves()
     watcher = Watcher(blocks)
-    with evaluating(model, watcher=watcher) as (_, evaluator):
+    with evaluator_of(model, watcher=watcher) as (_, evaluator):
         moments = watcher.moments(evaluator, *fitted)
     for name, table in elastic.tables.items():
         with progress_bar(f"biases, {name}", "matrix", 2 * blocks.n_layers) as bar:
@@ -139,7 +139,7 @@ def _divergences(model: Path, elastic: Elastic, table: str, text: Text) -> NDArr
     from llmaas_plugins.elastic.probing import Divergence, Prober
 
     prober = Prober(elastic.blocks, elastic.tables[table], elastic.biases_of(table))
-    with evaluating(model, prober=prober) as (_, evaluator):
+    with evaluator_of(model, prober=prober) as (_, evaluator):
         prober.set_level(-1)
         divergence, found = Divergence(evaluator, *text), []
         for level in range(len(elastic.levels)):

@@ -9,7 +9,7 @@ from typing import Any
 from llmaas_plugins.cli.flash.check import check
 from llmaas_plugins.cli.flash.pack import pack
 from llmaas_plugins.cli.flash.plan import add_plan_options, plan
-from llmaas_plugins.cli.offline import add_model_action
+from llmaas_plugins.cli.models import add_model_action
 
 __all__ = ["add_parser"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmaas_hooks import ConfigError, StoreError, TensorInfo
+from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.offline import content_of
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.model.loading import loaded
 

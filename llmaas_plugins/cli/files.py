@@ -1,0 +1,63 @@
+"""Files that commands read and write."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.files.file_bytes import as_store_error
+
+__all__ = ["check_target", "content_of", "folder_beside"]
+
+
+def content_of(text: Path) -> bytes:
+    """Return a text file's bytes.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        return text.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {text}: {error.strerror}.") from error
+
+
+def check_target(path: Path, option: str) -> None:
+    """Check that a file can be written, before anything takes minutes.
+
+    Args:
+        path: Path of the file.
+        option: Option with which the user can choose another path.
+
+    Raises:
+        ConfigError: The path is a folder or a device, or its folder does not exist.
+        StoreError: The file cannot be written.
+    """
+    then = f" Choose another place with `{option} FILE`."
+    with as_store_error(f"cannot write {path}", then):
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is a folder or a device, expected a file's name.{then}")
+        if not path.parent.is_dir():
+            raise ConfigError(f"found no folder {path.parent} to write {path.name} to.{then}")
+        with folder_beside(path, then):
+            pass
+
+
+@contextlib.contextmanager
+def folder_beside(path: Path, then: str = "") -> Iterator[Path]:
+    """Make a temporary folder beside a file that is to be written; remove it at the end.
+
+    Args:
+        path: Path of the file.
+        then: Advice for the error message.
+
+    Raises:
+        StoreError: The folder cannot be made.
+    """
+    with as_store_error(f"cannot write beside {path}", then):
+        folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+    with folder as name:
+        yield Path(name)

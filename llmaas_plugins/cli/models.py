@@ -1,0 +1,58 @@
+"""Models that commands open and evaluate."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_plugins.model.loading import loaded
+
+if TYPE_CHECKING:
+    from llmaas_plugins.model.forward import Evaluator
+
+__all__ = ["add_model_action", "evaluator_of", "trained_context"]
+
+
+def add_model_action(  # noqa: PLR0913  an action consists of these
+    actions: Any, name: str, func: Any, text: str, description: str, *, is_prepared: bool = False
+) -> argparse.ArgumentParser:
+    """Register an action on a model, or on a prepared model."""
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
+    metavar, what = ("FILE", "the prepared model") if is_prepared else ("MODEL", "the model")
+    parser.add_argument("model", type=Path, metavar=f"{metavar}.gguf", help=what)
+    parser.set_defaults(func=func)
+    return parser
+
+
+@contextlib.contextmanager
+def evaluator_of(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluator]]:
+    """Load a model with plugins that observe and change it; yield it with an evaluator.
+
+    Raises:
+        ConfigError: llama.cpp cannot load the model.
+    """
+    from llmaas_plugins.activation import activate
+    from llmaas_plugins.model.forward import Evaluator
+
+    with (
+        activate({"on_error": "raise"}, plugins),
+        loaded(model) as opened,
+        Evaluator(opened.model) as evaluator,
+    ):
+        yield opened, evaluator
+
+
+def trained_context(model: Path) -> int | None:
+    """Return the longest context that a model was trained with, or None if it is not recorded.
+
+    Raises:
+        ConfigError: The file is not a GGUF file.
+    """
+    from llmaas_plugins.model.gguf_header import read_header
+
+    fields = read_header(model).fields
+    found = fields.get(f"{fields.get('general.architecture')}.context_length")
+    return found if isinstance(found, int) and found > 0 else None
