@@ -47,14 +47,14 @@ class _Served:
         engine: The engine.
         mixer: Mixer of the engine's logits.
         fingerprint: Fingerprint of the engine's model.
-        can_go_back: Whether tokens already in its cells can be evaluated again, so that prompts can
+        can_rewind: Whether tokens already in its cells can be evaluated again, so that prompts can
             be judged.
     """
 
     engine: Engine
     mixer: Mixer
     fingerprint: bytes
-    can_go_back: bool
+    can_rewind: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +85,18 @@ class KnnLM:
         self._config = config
         self._path = config.store.expanduser() / SELECTED
         self._lock = forks.lock()
-        self._natives: dict[int, NativeContext] = {}
-        self._unfit: dict[int, str] = {}
+        self._contexts: dict[int, NativeContext] = {}
+        self._unsupported: dict[int, str] = {}
         self._served: dict[int, _Served] = {}
-        self._seen: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._prepared: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._opened: _Opened | None = None
-        self._left_alone: dict[str, str] = {}
+        self._unserved: dict[str, str] = {}
         self._counts = MixCounts()
         self._drafts = DraftRegistry(self._path.parent, shares=config.share_across_apps)
         params = SelectionParams(config.size, config.k, config.dims)
-        self._learner = Learner(self._path.parent, config.key, params, config.idle_s, self._natives)
+        self._learner = Learner(
+            self._path.parent, config.key, params, config.idle_s, self._contexts
+        )
 
     # -- hooks ----------------------------------------------------------------------------------
 
@@ -105,11 +107,11 @@ class KnnLM:
         def made(ctx: int) -> bool:
             several = create.params.n_seq_max > 1 and not create.params.kv_unified
             with self._lock:
-                self._natives.pop(ctx, None)  # a freed context may have had this address
+                self._contexts.pop(ctx, None)  # a freed context may have had this address
                 self._served.pop(ctx, None)
-                self._unfit.pop(ctx, None)
+                self._unsupported.pop(ctx, None)
                 if several:
-                    self._unfit[ctx] = "it has several sequences, and kv_unified is off"
+                    self._unsupported[ctx] = "it has several sequences, and kv_unified is off"
             return True
 
         create.checks.append(made)
@@ -117,14 +119,14 @@ class KnnLM:
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Remember the context, so that its hidden states can be captured."""
-        self._natives[context.ctx] = context
+        self._contexts[context.ctx] = context
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
         """Forget a context and stop mixing its logits."""
         self._learner.context_freed(ctx)
         with self._lock:
-            self._natives.pop(ctx, None)
+            self._contexts.pop(ctx, None)
             self._drop(ctx)
 
     @hookimpl
@@ -134,7 +136,7 @@ class KnnLM:
         if self._config.learn:
             self._learner.request_began(engine)
         if self._config.mix:
-            self._see_to(engine)
+            self._serve_if_changed(engine)
         is_on = _NAME not in request.declined
         with self._lock:  # another thread may be renewing the datastore
             served, opened = self._served.get(engine.ctx), self._opened
@@ -143,7 +145,7 @@ class KnnLM:
             source = self._source_for(request.app, opened) if is_on else None
             look_back = self._config.look_back if source is not None and mixes else 0
             served.mixer.begin(source, request.tokens, look_back)
-            engine.n_outputs = max(1, look_back) if served.can_go_back else 1
+            engine.n_outputs = max(1, look_back) if served.can_rewind else 1
         if self._config.drafts:
             is_on = is_on and not request.reads_tokens
             self._drafts.begin(engine, request.app, is_on=is_on)
@@ -188,7 +190,7 @@ class KnnLM:
             "skip_above": None if opened is None else opened.settings.skip_above,
             **dataclasses.asdict(self._counts),
             **(self._drafts.stats() if self._config.drafts else {}),
-            "left_alone": dict(self._left_alone),
+            "left_alone": dict(self._unserved),
             "waiting": self._learner.n_waiting,
             "learned": self._learner.n_learned,
             "learning_error": self._learner.last_error,
@@ -207,16 +209,16 @@ class KnnLM:
         """Return the pairs that an app may use, or None if there are no such pairs."""
         if opened is None:
             return None
-        of_all = self._config.share_across_apps
-        ranges = opened.datastore.ranges_for(app, of_all=of_all)
+        all_apps = self._config.share_across_apps
+        ranges = opened.datastore.ranges_for(app, all_apps=all_apps)
         return dataclasses.replace(opened.source, ranges=ranges) if ranges else None
 
-    def _see_to(self, engine: Engine) -> None:
+    def _serve_if_changed(self, engine: Engine) -> None:
         """Start or renew serving of an engine that is new, or after the datastore changed."""
-        is_bent = engine.alteration is not None and engine.ctx in self._served
-        if engine not in self._seen or not self._is_current() or is_bent:
+        is_altered = engine.alteration is not None and engine.ctx in self._served
+        if engine not in self._prepared or not self._is_current() or is_altered:
             self._serve(engine)
-            self._seen.add(engine)
+            self._prepared.add(engine)
 
     def _is_current(self) -> bool:
         """Return whether the open datastore, or the lack of one, matches the disk."""
@@ -231,21 +233,25 @@ class KnnLM:
         """
         model = Path(engine.llama.model_path).name
         with self._lock:
-            former = self._left_alone.pop(model, None)
+            former = self._unserved.pop(model, None)
             try:
-                reason = self._unfit.get(engine.ctx) or _bent(engine) or self._prepare(engine)
+                reason = (
+                    self._unsupported.get(engine.ctx)
+                    or _alteration(engine)
+                    or self._prepare(engine)
+                )
             except StoreError as error:
                 self._drop(engine.ctx)
-                self._left_alone[model] = str(error)
+                self._unserved[model] = str(error)
                 raise
             if reason is not None:
                 self._drop(engine.ctx)
-                self._left_alone[model] = reason
+                self._unserved[model] = reason
                 if reason != former:
                     _log.warning("knn_lm leaves %s as it is: %s", model, reason)
 
     def _prepare(self, engine: Engine) -> str | None:
-        native = self._natives.get(engine.ctx)
+        native = self._contexts.get(engine.ctx)
         if native is None:
             return "its context was made before the activation, or the engine has no hook point"
         if engine.load is None:
@@ -261,8 +267,8 @@ class KnnLM:
         self._require_model(opened.datastore, engine.llama, model)
         if engine.ctx not in self._served:
             mixer = Mixer(native, opened.key, self._counts)
-            can_go_back = rollback_obstacle(engine.llama) is None
-            self._served[engine.ctx] = _Served(engine, mixer, model, can_go_back)
+            can_rewind = rollback_obstacle(engine.llama) is None
+            self._served[engine.ctx] = _Served(engine, mixer, model, can_rewind)
         return None
 
     def _require_model(self, datastore: Datastore, llama: Any, model: bytes) -> None:
@@ -290,7 +296,7 @@ class KnnLM:
         """
         key = None if self._opened is None else self._opened.key
         self._opened = None
-        self._seen.clear()
+        self._prepared.clear()
         opened = self._open() if self._path.exists() else None
         for ctx, served in list(self._served.items()):
             wanted = opened and (opened.key, opened.datastore.fingerprint)
@@ -318,12 +324,12 @@ class KnnLM:
         opened, self._opened = self._opened, None
         for ctx in list(self._served):
             self._drop(ctx)
-        self._seen.clear()
+        self._prepared.clear()
         if opened is not None:
             opened.datastore.close()
 
 
-def _bent(engine: Engine) -> str | None:
+def _alteration(engine: Engine) -> str | None:
     """Return why the engine's hidden states differ from the model's own, or None."""
     return engine.alteration and f"the app called {engine.alteration}"
 

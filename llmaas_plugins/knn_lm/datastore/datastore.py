@@ -190,14 +190,14 @@ class Datastore:
         except OSError:
             return False
 
-    def ranges_for(self, app: str | None, *, of_all: bool = False) -> tuple[range, ...]:
+    def ranges_for(self, app: str | None, *, all_apps: bool = False) -> tuple[range, ...]:
         """Return the rows that an app may use: its own, and those that belong to no app.
 
         Args:
             app: Name of the app; None has no rows of its own.
-            of_all: Whether the app may also use rows that belong to other apps.
+            all_apps: Whether the app may also use rows that belong to other apps.
         """
-        if of_all:
+        if all_apps:
             return (range(len(self)),) if len(self) else ()
         return tuple(rows for owner, rows in self._runs if owner is None or owner == app)
 
@@ -220,7 +220,7 @@ class Datastore:
             )
         scanned = query if self._basis is None else self._basis.project(query)
         n_best = min(math.ceil(k * self._rows_per_neighbor) + _SPARE_ROWS, KNN_MAX_BEST)
-        ranges = self.ranges_for(None, of_all=True) if ranges is None else ranges
+        ranges = self.ranges_for(None, all_apps=True) if ranges is None else ranges
         found = [self._index.nearest(scanned, n_best, within) for within in ranges]
         rows = np.concatenate([_NO_ROWS, *found])
         exact = [self._exact_distances(part, query) for part in found]

@@ -56,9 +56,9 @@ class AcceptanceRates:
         chance = share * hits / shares
         return min(1.0, chance)
 
-    def learn(self, continuation: Continuation, said: list[int]) -> None:
+    def learn(self, continuation: Continuation, new_tokens: list[int]) -> None:
         """Count the votes up to and including the first that did not come true."""
-        steps = zip(continuation.tokens, continuation.votes, said, strict=False)
+        steps = zip(continuation.tokens, continuation.votes, new_tokens, strict=False)
         for token, (place, share), truth in steps:
             hits, shares = self._seen.get(place) or self._prior(place)
             fades = _MEMORY / (_MEMORY + share)  # give older observations less and less weight

@@ -114,10 +114,10 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         room = self.n_ctx - len(input_ids)
         if room <= 0:
             return _NO_TOKENS
-        said = self._said(input_ids)
+        new_tokens = self._new_tokens(input_ids)
         for continuation, rates in zip(self._continuations, self._rates, strict=False):
-            rates.learn(continuation, said)
-        matches = self._matches(input_ids, said)
+            rates.learn(continuation, new_tokens)
+        matches = self._matches(input_ids, new_tokens)
         self._continuations = [
             continue_match(match, rates) for match, rates in zip(matches, self._rates, strict=True)
         ]
@@ -126,7 +126,7 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         return np.array(tokens, dtype=np.intc)
 
     def _matches(
-        self, input_ids: NDArray[np.intc], said: list[int]
+        self, input_ids: NDArray[np.intc], new_tokens: list[int]
     ) -> tuple[SuffixMatch, SuffixMatch, SuffixMatch]:
         """Match the context in stored texts, in itself, and along the place it last followed."""
         n_ahead = max(self.costs) - 1
@@ -134,7 +134,7 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
             ((index.match(input_ids, n_ahead), index) for index in (self._stored, self._recent)),
             key=lambda found: found[0].length,
         )
-        followed = self._followed.after(said, n_ahead) if said else NO_MATCH
+        followed = self._followed.after(new_tokens, n_ahead) if new_tokens else NO_MATCH
         if stored.length >= followed.length or followed.length < _LEAST_FOLLOWED:
             self._followed, followed = _Followed(index, stored), NO_MATCH
         else:
@@ -154,15 +154,15 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
                     best = tokens + tokens[-1:] * (size - 1 - len(tokens))
         return best
 
-    def _said(self, input_ids: NDArray[np.intc]) -> list[int]:
+    def _new_tokens(self, input_ids: NDArray[np.intc]) -> list[int]:
         """Return the tokens added since the last call, or an empty list if this is another text."""
         n, n_proposed = len(self._context), self._n_proposed
-        n_said = len(input_ids) - n
-        is_longer = n > 0 and 0 < n_said <= n_proposed + 1
+        n_new = len(input_ids) - n
+        is_longer = n > 0 and 0 < n_new <= n_proposed + 1
         if not is_longer or not np.array_equal(input_ids[:n], self._context):
             return []
         passes, proposed, accepted = self.counts
-        self.counts = DraftCounts(passes + 1, proposed + n_proposed, accepted + n_said - 1)
+        self.counts = DraftCounts(passes + 1, proposed + n_proposed, accepted + n_new - 1)
         return input_ids[n:].tolist()
 
 
@@ -172,10 +172,10 @@ class _Followed(NamedTuple):
     texts: SuffixIndex
     match: SuffixMatch
 
-    def after(self, said: list[int], n_ahead: int) -> SuffixMatch:
-        """Move the place on by ``said``; halve the match's length if the stored text differs."""
-        n = len(said)
-        agrees = self.texts.row(self.match.start, n) == said
+    def after(self, new_tokens: list[int], n_ahead: int) -> SuffixMatch:
+        """Move the place by the new tokens; halve the match's length if the stored text differs."""
+        n = len(new_tokens)
+        agrees = self.texts.row(self.match.start, n) == new_tokens
         length = min(self.match.length + n, LONGEST) if agrees else self.match.length // 2
         start = self.match.start - n
         return SuffixMatch(length, [self.texts.row(start, n_ahead)], start)

@@ -91,8 +91,9 @@ class PromptTrust:
             self._trust = None  # tokens were skipped, or this is not the prompt's evaluation
             return []
         self._next = end
-        said = self._text[start + 1 : end + 1].tolist()  # the token after the last is unknown yet
-        return [(end - 1 - start - i, token) for i, token in enumerate(said)]
+        # the token after the last is unknown yet
+        next_tokens = self._text[start + 1 : end + 1].tolist()
+        return [(end - 1 - start - i, token) for i, token in enumerate(next_tokens)]
 
     def give_up(self) -> None:
         """Return to the prior, because the states are not comparable."""
