@@ -1,14 +1,6 @@
-#include "stream/channels.h"
-
-#include "base/pages.h"
-#include "llmaas/sparse.h"
-#include "src/clock.h"
-#include "stream/gather.h"
-#include "stream/operand.h"
-#include "stream/preload.h"
+#include "stream/channels_state.h"
 
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 
 enum {
@@ -16,39 +8,6 @@ enum {
     DEPTH      = 64,
     READ_BYTES = 256 << 10, /* larger reads are not faster */
     GAP_BYTES  = 12 << 10,  /* bytes that a disk of 1 to 2 GB/s reads in the time that another read costs */
-};
-
-/* A channel that was read ahead and gets a slot. */
-typedef struct slot_copy {
-    const char * from;
-    char *       slot;
-} slot_copy;
-
-struct llmaas_channels {
-    llmaas_stream *  stream; /* that the channels belong to */
-    llmaas_graph *   graph;
-    llmaas_reading   reading;
-    llmaas_windows * windows; /* for reads on demand; NULL: all channels are streamed */
-    llmaas_preload * preload; /* NULL: no operand is predicted */
-    uint64_t         n_ahead; /* bytes that may be read ahead */
-    llmaas_operand * operands;
-    llmaas_pool *    pools;
-    uint64_t         n_graphs;
-
-    /* State of the last activation: */
-    const llmaas_operand *     operand;
-    const struct ggml_tensor * x;
-    llmaas_active *            active;
-    const uint8_t **           columns; /* bytes of each active channel */
-    uint32_t *                 missing; /* by channel: 1 + its index among the active ones; 0: not missing */
-    llmaas_gathered *          pieces; /* to read */
-    slot_copy *                copies;
-    uint32_t                   n_room; /* channels that the arrays above have room for */
-
-    char * stage; /* memory for channels without a slot */
-    size_t n_stage, n_staged, n_touched;
-
-    llmaas_channel_stats stats;
 };
 
 /* -- creation and destruction ------------------------------------------------------------------------------------ */
@@ -59,10 +18,10 @@ static llmaas_reading without_defaults(const llmaas_reading * reading) {
         .n_gap = reading->n_gap >= 0 ? reading->n_gap : GAP_BYTES};
 }
 
-llmaas_channels * llmaas_channels_new(struct llmaas_stream * stream, const llmaas_reading * reading, uint64_t n_ahead) {
+llmaas_channels * llmaas_channels_new(llmaas_pieces * pieces, const llmaas_reading * reading, uint64_t n_ahead) {
     llmaas_channels * channels = calloc(1, sizeof *channels);
     if (channels) {
-        channels->stream  = stream;
+        channels->pieces = pieces;
         channels->reading = without_defaults(reading);
         channels->n_ahead = n_ahead;
     }
@@ -90,12 +49,12 @@ static void free_room(llmaas_channels * channels) {
     llmaas_active_free(channels->active);
     free(channels->columns);
     free(channels->missing);
-    free(channels->pieces);
+    free(channels->reads);
     free(channels->copies);
     channels->active  = NULL;
     channels->columns = NULL;
     channels->missing = NULL;
-    channels->pieces  = NULL;
+    channels->reads  = NULL;
     channels->copies  = NULL;
     channels->n_room  = 0;
 }
@@ -127,10 +86,10 @@ static bool make_room(llmaas_channels * channels, uint32_t n_channels) {
     free_room(channels);
     channels->columns = calloc(n_channels, sizeof *channels->columns);
     channels->missing = calloc(n_channels, sizeof *channels->missing);
-    channels->pieces  = calloc(n_channels, sizeof *channels->pieces);
+    channels->reads  = calloc(n_channels, sizeof *channels->reads);
     channels->copies  = calloc(n_channels, sizeof *channels->copies);
     if (llmaas_active_new(n_channels, &channels->active) != LLMAAS_OK || !channels->columns || !channels->missing ||
-        !channels->pieces || !channels->copies) {
+        !channels->reads || !channels->copies) {
         free_room(channels);
         return false;
     }
@@ -162,7 +121,7 @@ llmaas_operand * llmaas_channels_add(
     llmaas_operand * operand     = llmaas_operand_new(channels, fd, spec);
     const bool       is_streamed = spec->cache == LLMAAS_CHANNELS_STREAMED;
     if (!operand || !make_room(channels, spec->n_channels) || (predictor && !channels->preload && !make_preload(channels)) ||
-        !(is_streamed ? llmaas_operand_stream(operand, channels->stream) : make_pooled(channels, operand, spec->pool))) {
+        !(is_streamed ? llmaas_operand_stream(operand, channels->pieces) : make_pooled(channels, operand, spec->pool))) {
         llmaas_operand_free(operand);
         return NULL;
     }
@@ -212,20 +171,7 @@ llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels
     return stats;
 }
 
-static bool make_stage(llmaas_channels * channels) {
-    channels->stage = channels->stage ? channels->stage : llmaas_pages_reserve(channels->n_stage);
-    return channels->stage != NULL;
-}
-
-/* Return memory for a channel, valid until the next activation. */
-static char * stage(llmaas_channels * channels, size_t n_bytes) {
-    char * memory = channels->stage + channels->n_staged;
-    channels->n_staged += n_bytes;
-    channels->n_touched = channels->n_staged > channels->n_touched ? channels->n_staged : channels->n_touched;
-    return memory;
-}
-
-/* -- processing an activation ------------------------------------------------------------------------------------ */
+/* -- products with the active channels --------------------------------------------------------------------------- */
 
 /* Argument of the step before the products with an activation, which reads the active channels that are not in
  * memory. */
@@ -234,156 +180,16 @@ struct selection {
     const struct ggml_tensor * x;
 };
 
-/* Find the active channels that have slots. Return how many have none. */
-static uint32_t find(llmaas_channels * channels, llmaas_operand * operand) {
-    const llmaas_active * active    = channels->active;
-    uint32_t              n_missing = 0;
-    for (uint32_t i = 0; i < active->n; i++) {
-        llmaas_channel * channel = &operand->channels[active->channels[i]];
-        channel->n_uses += !operand->is_fixed;
-        if (channel->slot >= 0) {
-            channels->columns[i] = (const uint8_t *) llmaas_slots_use(operand->pool->slots, channel);
-        } else {
-            channels->missing[active->channels[i]] = i + 1;
-            n_missing++;
-        }
-    }
-    channels->stats.n_hits += active->n - n_missing;
-    channels->stats.n_misses += n_missing;
-    return n_missing;
-}
-
-/* Return where a channel is, or soon will be, that was read ahead; NULL if it was not. */
-static const char * find_ahead(llmaas_channels * channels, const llmaas_operand * operand, uint64_t offset) {
-    const char * ahead =
-        channels->preload ? llmaas_preload_find(channels->preload, offset, (uint32_t) operand->n_bytes) : NULL;
-    channels->stats.n_preloads += ahead != NULL;
-    return ahead;
-}
-
-/* Wait for the channels that were read ahead; copy those that get a slot. */
-static bool await_ahead(llmaas_channels * channels, size_t n_bytes, const slot_copy * copies, size_t n_copies) {
-    if (channels->preload && !llmaas_preload_await(channels->preload)) {
-        return false;
-    }
-    for (size_t i = 0; i < n_copies; i++) {
-        memcpy(copies[i].slot, copies[i].from, n_bytes);
-    }
-    return true;
-}
-
-/* Get the missing channels, in file order: read those that were not read ahead. */
-static bool fetch(llmaas_channels * channels, llmaas_operand * operand, uint32_t n_missing) {
-    size_t n = 0, n_copies = 0;
-    for (uint32_t at = 0; n_missing > 0; at++) {
-        const uint32_t channel = operand->order[at], i = channels->missing[channel];
-        if (i == 0) {
-            continue;
-        }
-        const uint64_t offset = operand->offset + at * operand->stride;
-        char *         slot   = llmaas_slots_take(operand->pool->slots, &operand->channels[channel]);
-        const char *   from   = find_ahead(channels, operand, offset);
-        if (!from) {
-            char * to             = slot ? slot : stage(channels, operand->n_bytes);
-            channels->pieces[n++] = (llmaas_gathered) {offset, (uint32_t) operand->n_bytes, to};
-            from                  = to;
-        } else if (slot) {
-            channels->copies[n_copies++] = (slot_copy) {from, slot};
-        }
-        channels->columns[i - 1]   = (const uint8_t *) from;
-        channels->missing[channel] = 0;
-        n_missing--;
-    }
-    return llmaas_gather(channels->windows, operand->fd, channels->pieces, n, &channels->stats.n_read) &&
-           await_ahead(channels, operand->n_bytes, channels->copies, n_copies);
-}
-
-/* Keep reading ahead. */
-static void pump(llmaas_channels * channels) {
-    if (channels->preload) {
-        llmaas_preload_pump(channels->preload);
-    }
-}
-
-static void select_channels(llmaas_channels * channels, const llmaas_operand * operand, const float * x) {
-    channels->active->n_channels = operand->n_channels;
-    if (operand->n_top > 0) {
-        llmaas_active_top(channels->active, x, operand->n_top);
-    } else {
-        llmaas_active_above(channels->active, x, operand->threshold);
-    }
-}
-
-/* Find streamed channels, which are all in memory by now. */
-static void find_streamed(llmaas_channels * channels, const llmaas_operand * operand) {
-    for (uint32_t i = 0; i < channels->active->n; i++) {
-        bool is_kept;
-        channels->columns[i] = (const uint8_t *) llmaas_operand_streamed(operand, channels->active->channels[i], &is_kept);
-        *(is_kept ? &channels->stats.n_hits : &channels->stats.n_misses) += 1;
-    }
-}
-
-static bool find_pooled(llmaas_channels * channels, llmaas_operand * operand) {
-    channels->n_staged = 0;
-    if (channels->preload) {
-        llmaas_preload_use(channels->preload, operand->predictor, !operand->next_predicted);
-    }
-    if (!llmaas_slots_turn(operand->pool->slots) || !make_stage(channels)) {
-        channels->active->n = 0;
-        return false;
-    }
-    const uint32_t n_missing = find(channels, operand);
-    if (n_missing == 0) {
-        return true;
-    }
-    const uint64_t started = llmaas_now_ns();
-    const bool     ok      = fetch(channels, operand, n_missing);
-    channels->stats.stalled_ns += llmaas_now_ns() - started;
-    return ok;
-}
-
-/* Read ahead the active channels for the operands that this one predicts: they are likely to be active there, too. */
-static void predict(llmaas_channels * channels, const llmaas_operand * operand) {
-    const llmaas_operand * first  = operand->first_predicted;
-    const llmaas_active *  active = channels->active;
-    if (!first || !llmaas_preload_begin(channels->preload, operand, first->fd)) {
-        return;
-    }
-    for (uint32_t i = 0; i < active->n; i++) {
-        channels->missing[active->channels[i]] = 1;
-    }
-    uint32_t n_left = active->n;
-    for (uint32_t at = 0; n_left > 0; at++) {
-        const uint32_t channel = first->order[at];
-        if (channels->missing[channel] == 0) {
-            continue;
-        }
-        for (const llmaas_operand * o = first; o; o = o->next_predicted) {
-            if (o->channels[channel].slot < 0) {
-                llmaas_preload_want(channels->preload, o->offset + at * o->stride, (uint32_t) o->n_bytes);
-            }
-        }
-        channels->missing[channel] = 0;
-        n_left--;
-    }
-}
-
-static void have_channels(void * arg, int ith, int nth) {
+static void select_channels(void * arg, int ith, int nth) {
     const struct selection * s        = arg;
     llmaas_channels *        channels = s->operand->of;
     (void) nth;
     if (ith != 0 || llmaas_graph_failed(channels->graph)) {
         return;
     }
-    select_channels(channels, s->operand, s->x->data);
-    if (!s->operand->pool) {
-        find_streamed(channels, s->operand);
-    } else if (!find_pooled(channels, s->operand)) {
+    if (!llmaas_channels_select(channels, s->operand, s->x->data)) {
         llmaas_graph_fail(channels->graph);
-        return;
     }
-    predict(channels, s->operand);
-    pump(channels);
 }
 
 struct product {
@@ -402,7 +208,7 @@ static void multiply(void * arg, int ith, int nth) {
         return;
     }
     if (ith == 0) {
-        pump(channels);
+        llmaas_channels_pump(channels);
     }
     if (begin < end) {
         llmaas_active_multiply(channels->active, c->n_bits, channels->columns, c->offset, c->scales, c->mins, c->n_scales,
@@ -421,8 +227,8 @@ bool llmaas_columns_multiply(const llmaas_columns * columns, llmaas_graph * grap
         const struct selection selection = {columns->operand, node->src[1]};
         channels->operand = columns->operand;
         channels->x       = node->src[1];
-        if (!llmaas_operand_use_pieces(columns->operand, channels->stream) ||
-            !llmaas_graph_step(graph, have_channels, &selection, sizeof selection)) {
+        if (!llmaas_operand_use_pieces(columns->operand, channels->pieces) ||
+            !llmaas_graph_step(graph, select_channels, &selection, sizeof selection)) {
             return false;
         }
     }

@@ -6,13 +6,11 @@
 #ifndef LLMAAS_CHANNELS_H
 #define LLMAAS_CHANNELS_H
 
-#include "base/graph.h"
-#include "llmaas/engine.h"
+#include "stream/operand.h"
 
 #include <stdbool.h>
 
 typedef struct llmaas_channels llmaas_channels; /* of a model */
-typedef struct llmaas_operand  llmaas_operand;  /* an activation of a layer */
 
 /* A matrix whose columns an operand's channels contain. */
 typedef struct llmaas_columns {
@@ -36,20 +34,15 @@ typedef struct llmaas_channel_stats {
     uint64_t stalled_ns;
 } llmaas_channel_stats;
 
-/* Create the channels of a stream, which must outlive them. n_ahead: see llmaas_channels_set_ahead(). NULL if out of
+/* Create channels; those that are streamed become pieces of `pieces`, which must outlive them. n_ahead: see llmaas_channels_set_ahead(). NULL if out of
  * memory. */
-struct llmaas_stream;
-llmaas_channels * llmaas_channels_new(struct llmaas_stream * stream, const llmaas_reading * reading, uint64_t n_ahead);
+llmaas_channels * llmaas_channels_new(llmaas_pieces * pieces, const llmaas_reading * reading, uint64_t n_ahead);
 void              llmaas_channels_free(llmaas_channels * channels);
 
 /* Add an operand whose channels are in fd; it lives as long as `channels`. predictor: the operand that predicts it, or
  * NULL. Not while a graph is computed. NULL if out of memory. */
 llmaas_operand * llmaas_channels_add(
     llmaas_channels * channels, int fd, const llmaas_operand_spec * spec, llmaas_operand * predictor);
-/* Return whether `predictor` can predict such an operand in addition to those it already predicts. */
-bool             llmaas_operand_predicts(const llmaas_operand * predictor, int fd, const llmaas_operand_spec * spec);
-uint32_t         llmaas_operand_width(const llmaas_operand * operand);
-
 /* Set how channels that are not streamed are read; not while a graph is computed. False if out of memory. */
 bool llmaas_channels_set_reading(llmaas_channels * channels, const llmaas_reading * reading);
 /* Set the bytes of slots, or of memory for channels that are read ahead; not while a graph is computed. */

@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-llmaas_operand * llmaas_operand_new(llmaas_channels * of, int fd, const llmaas_operand_spec * spec) {
+llmaas_operand * llmaas_operand_new(struct llmaas_channels * of, int fd, const llmaas_operand_spec * spec) {
     const size_t     n       = spec->n_channels;
     llmaas_operand * operand = calloc(1, sizeof *operand + n * sizeof *operand->channels);
     uint32_t *       order   = operand ? malloc(n * sizeof *order) : NULL;
@@ -39,7 +39,7 @@ uint32_t llmaas_operand_width(const llmaas_operand * operand) { return operand->
 
 /* -- streamed channels ------------------------------------------------------------------------------------------- */
 
-bool llmaas_operand_stream(llmaas_operand * operand, llmaas_stream * stream) {
+bool llmaas_operand_stream(llmaas_operand * operand, llmaas_pieces * pieces) {
     const size_t n = operand->n_channels, n_fit = LLMAAS_PIECE_BYTES / operand->n_bytes, n_each = n_fit ? n_fit : 1;
     llmaas_streamed * s = &operand->streamed;
     *s = (llmaas_streamed) {
@@ -54,7 +54,7 @@ bool llmaas_operand_stream(llmaas_operand * operand, llmaas_stream * stream) {
     for (size_t i = 0; ok && i < s->n_pieces; i++) {
         const size_t begin = i * n_each * operand->n_bytes, n_left = n * operand->n_bytes - begin;
         const size_t n_piece = n_each * operand->n_bytes;
-        s->pieces[i] = llmaas_stream_add(stream, &(llmaas_piece) {
+        s->pieces[i] = llmaas_pieces_add(pieces, &(llmaas_piece) {
             .fd = operand->fd, .offset = operand->offset + begin, .n_bytes = n_left < n_piece ? n_left : n_piece,
             .home = s->home + begin});
         ok = s->pieces[i] != NULL;
@@ -63,16 +63,16 @@ bool llmaas_operand_stream(llmaas_operand * operand, llmaas_stream * stream) {
 }
 
 /* The step that waits for the pieces comes first: pieces that are not kept are read by then, and stay. */
-bool llmaas_operand_use_pieces(llmaas_operand * operand, llmaas_stream * stream) {
+bool llmaas_operand_use_pieces(llmaas_operand * operand, llmaas_pieces * pieces) {
     const llmaas_streamed * s = &operand->streamed;
     size_t                  n = 0;
     for (size_t i = 0; i < s->n_pieces; i++) {
         llmaas_piece * piece = s->pieces[i];
         s->data[i].data      = piece->home;
-        const llmaas_stretch all = {piece->n_bytes, piece->n_bytes, piece->n_bytes};
+        const llmaas_strided all = {piece->n_bytes, piece->n_bytes, piece->n_bytes};
         if (piece->is_kept) {
-            llmaas_stream_note(stream, piece, &all);
-        } else if (!llmaas_stream_use(stream, piece, &all, &s->data[i], n++)) {
+            llmaas_pieces_note(pieces, piece, &all);
+        } else if (!llmaas_pieces_use(pieces, piece, &all, &s->data[i], n++)) {
             return false;
         }
     }

@@ -1,6 +1,7 @@
 #include "weights/repacked.h"
 
 #include "base/cpu.h"
+#include "weights/repacked_kernels.h"
 #include "weights/repacked_rows.h"
 
 #include <pthread.h>
@@ -8,8 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Rows of a weight that ggml-cpu interleaves, and rows of activations that its gemm interleaves. */
-enum { GROUP = 8, BATCH = 4 };
+enum { GROUP = LLMAAS_REPACKED_GROUP, BATCH = LLMAAS_REPACKED_BATCH };
 
 /* Columns of activations that are quantized at a time: a multiple of every type's block. */
 enum { PIECE = 512 };
@@ -26,46 +26,9 @@ enum { ALONE_MAX = 32 * 1024 };
  * stay in a core's second-level cache. */
 enum { PACKED_MAX = 192 * 1024 };
 
-typedef void (*gem_kernel)(int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc);
-typedef void (*quantize_kernel)(const float * x, void * vy, int64_t k);
-
-/* ggml-cpu exports its kernels but declares them in no public header. They are weak, as a build may lack some. */
-#define KERNELS(name)                                                                                        \
-    __attribute__((weak)) void ggml_gemv_##name(int, float *, size_t, const void *, const void *, int, int); \
-    __attribute__((weak)) void ggml_gemm_##name(int, float *, size_t, const void *, const void *, int, int)
-KERNELS(q4_0_8x8_q8_0);
-KERNELS(iq4_nl_8x8_q8_0);
-KERNELS(mxfp4_8x8_q8_0);
-KERNELS(q2_K_8x8_q8_K);
-KERNELS(q4_K_8x8_q8_K);
-#undef KERNELS
-__attribute__((weak)) void ggml_quantize_mat_q8_0_4x8(const float *, void *, int64_t);
-__attribute__((weak)) void ggml_quantize_mat_q8_K_4x8(const float *, void *, int64_t);
-
-/* How ggml-cpu multiplies the groups of a type. activations: the type of single rows; quantize_batch makes interleaved
- * batches of it. */
-struct layout {
-    enum ggml_type  type;
-    enum ggml_type  activations;
-    gem_kernel      gemv;
-    gem_kernel      gemm;
-    quantize_kernel quantize_batch;
-};
-
-static const struct layout layouts[] = {
-    {GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, ggml_gemv_q4_0_8x8_q8_0, ggml_gemm_q4_0_8x8_q8_0, ggml_quantize_mat_q8_0_4x8},
-    {GGML_TYPE_IQ4_NL, GGML_TYPE_Q8_0, ggml_gemv_iq4_nl_8x8_q8_0, ggml_gemm_iq4_nl_8x8_q8_0,
-        ggml_quantize_mat_q8_0_4x8},
-    {GGML_TYPE_MXFP4, GGML_TYPE_Q8_0, ggml_gemv_mxfp4_8x8_q8_0, ggml_gemm_mxfp4_8x8_q8_0, ggml_quantize_mat_q8_0_4x8},
-    {GGML_TYPE_Q2_K, GGML_TYPE_Q8_K, ggml_gemv_q2_K_8x8_q8_K, ggml_gemm_q2_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8},
-    {GGML_TYPE_Q4_K, GGML_TYPE_Q8_K, ggml_gemv_q4_K_8x8_q8_K, ggml_gemm_q4_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8},
-};
-
-enum { N_LAYOUTS = sizeof(layouts) / sizeof(layouts[0]) };
-
 /* One product, as both of its steps need it. */
 struct product {
-    const struct layout * layout;
+    const llmaas_repacked_kernels * kernels;
     llmaas_rows_kernel    side_by_side; /* may be NULL */
     const struct ggml_tensor * weight;
     size_t                group_stride;
@@ -113,12 +76,12 @@ static void quantize_batch(const struct product * p, const char * rows, char * t
     for (int r = 0; r < BATCH; ++r) {
         memcpy(piece + r * n, rows + (size_t) r * p->input->nb[1], (size_t) n * sizeof(float));
     }
-    p->layout->quantize_batch(piece, to, n);
+    p->kernels->quantize_batch(piece, to, n);
 }
 
 static void quantize_plane(const struct product * p, const char * rows, char * to, int ith, int nth) {
-    const ggml_from_float_t quantize_row = ggml_get_type_traits_cpu(p->layout->activations)->from_float;
-    const size_t            piece_size   = ggml_row_size(p->layout->activations, PIECE);
+    const ggml_from_float_t quantize_row = ggml_get_type_traits_cpu(p->kernels->activations)->from_float;
+    const size_t            piece_size   = ggml_row_size(p->kernels->activations, PIECE);
     const int64_t           n_pieces     = (p->n_cols + PIECE - 1) / PIECE;
     const int64_t           n_batches    = batched_rows(p) / BATCH;
     const int64_t           n_items      = n_batches + p->input->ne[1] - n_batches * BATCH; /* batches, then single
@@ -226,10 +189,10 @@ static void multiply_packed(const struct product * p, const char * groups, int64
         const char * rows = p->quantized + (size_t) (plane * n_rows) * p->row_size;
         float *      to   = output_row(p, 0, plane) + first * GROUP;
         if (n_batched) {
-            p->layout->gemm(n, to, p->output->nb[1] / sizeof(float), groups, rows, (int) n_batched, nc);
+            p->kernels->gemm(n, to, p->output->nb[1] / sizeof(float), groups, rows, (int) n_batched, nc);
         }
         for (int64_t row = n_batched; row < n_rows; ++row) {
-            p->layout->gemv(n, output_row(p, row, plane) + first * GROUP, (size_t) nc, groups,
+            p->kernels->gemv(n, output_row(p, row, plane) + first * GROUP, (size_t) nc, groups,
                 rows + (size_t) row * p->row_size, 1, nc);
         }
     }
@@ -270,14 +233,14 @@ static void multiply_row(
     const struct product * p, const char * groups, int64_t n_groups, size_t ahead, int64_t row, float * to) {
     const char * activations = p->quantized + (size_t) row * p->row_size;
     if (!has_gaps(p)) {
-        p->layout->gemv((int) p->n_cols, to, 0, groups, activations, 1, (int) (n_groups * GROUP));
+        p->kernels->gemv((int) p->n_cols, to, 0, groups, activations, 1, (int) (n_groups * GROUP));
     } else if (p->side_by_side && n_groups == LLMAAS_STREAMS) {
         p->side_by_side((int) p->n_cols, to, groups, p->group_stride, ahead, activations);
     } else {
         for (int64_t i = 0; i < n_groups; ++i) {
             const char * group = groups + (size_t) i * p->group_stride;
             prefetch(group + p->group_stride, p->group_size < AHEAD ? p->group_size : AHEAD);
-            p->layout->gemv((int) p->n_cols, to + i * GROUP, 0, group, activations, 1, GROUP);
+            p->kernels->gemv((int) p->n_cols, to + i * GROUP, 0, group, activations, 1, GROUP);
         }
     }
 }
@@ -364,21 +327,11 @@ static void multiply_alone(void * arg, int ith, int nth) {
 
 /* -- a product ----------------------------------------------------------------------------------------------------- */
 
-static const struct layout * layout_of(enum ggml_type type) {
-    for (int i = 0; i < N_LAYOUTS; ++i) {
-        const struct layout * layout = &layouts[i];
-        if (layout->type == type) {
-            return layout->gemv && layout->gemm && layout->quantize_batch ? layout : NULL;
-        }
-    }
-    return NULL;
-}
-
-static struct product product_of(const struct layout * layout, const struct ggml_tensor * weight,
+static struct product product_of(const llmaas_repacked_kernels * kernels, const struct ggml_tensor * weight,
     const struct ggml_tensor * node, int64_t n_rows, int64_t n_cols) {
     return (struct product) {
-        .layout        = layout,
-        .side_by_side  = llmaas_rows_kernel_of(layout->type),
+        .kernels       = kernels,
+        .side_by_side  = llmaas_rows_kernel_of(kernels->type),
         .weight        = weight,
         .group_stride  = weight->nb[1] * GROUP,
         .expert_stride = weight->nb[2],
@@ -389,13 +342,13 @@ static struct product product_of(const struct layout * layout, const struct ggml
         .input         = node->src[1],
         .ids           = llmaas_op_of(node) == LLMAAS_OP_MUL_MAT_ID ? node->src[2] : NULL,
         .output        = node,
-        .row_size      = ggml_row_size(layout->activations, n_cols),
+        .row_size      = ggml_row_size(kernels->activations, n_cols),
     };
 }
 
 bool llmaas_repacked_columns(
     llmaas_graph * graph, const struct ggml_tensor * weight, struct ggml_tensor * node, int64_t n_rows, int64_t n_cols) {
-    struct work      work     = {.product = product_of(layout_of(weight->type), weight, node, n_rows, n_cols)};
+    struct work      work     = {.product = product_of(llmaas_repacked_kernels_of(weight->type), weight, node, n_rows, n_cols)};
     struct product * p        = &work.product;
     const int64_t    n_inputs = p->input->ne[1] * p->input->ne[2];
     if (!p->ids && n_inputs == 1 && p->row_size <= ALONE_MAX) {
@@ -410,5 +363,3 @@ bool llmaas_repacked_columns(
     return p->quantized && (!p->ids || p->uses) && llmaas_graph_step(graph, quantize, p, sizeof *p) &&
            llmaas_graph_step(graph, multiply, &work, sizeof work);
 }
-
-bool llmaas_repacked_kernels_known(enum ggml_type type) { return layout_of(type) != NULL; }

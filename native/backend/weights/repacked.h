@@ -13,8 +13,6 @@
  * weight that is not repacked: 1 row, its type's block. */
 void llmaas_weight_steps(const struct ggml_tensor * weight, int64_t * row_step, int64_t * column_step);
 
-/* Return whether ggml-cpu has the kernels that we use for this type. */
-bool llmaas_repacked_kernels_known(enum ggml_type type);
 /* Return whether our products with this weight work: the kernels are known, and were checked (once per type) to compute
  * what ggml-cpu computes. */
 bool llmaas_repacked_columns_supported(const struct ggml_tensor * weight);

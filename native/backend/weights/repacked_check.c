@@ -2,6 +2,7 @@
 #include "base/cpu.h"
 #include "ggml-alloc.h"
 #include "weights/repacked.h"
+#include "weights/repacked_kernels.h"
 #include "weights/repacked_rows.h"
 
 #include <stdatomic.h>
@@ -109,7 +110,7 @@ static bool check(enum ggml_type type, int64_t n_inputs) {
 bool llmaas_repacked_columns_supported(const struct ggml_tensor * weight) {
     enum { UNKNOWN, YES, NO };
     static atomic_int verdicts[GGML_TYPE_COUNT]; /* racing threads store the same value */
-    if (!llmaas_is_repacked(weight) || !llmaas_repacked_kernels_known(weight->type)) {
+    if (!llmaas_is_repacked(weight) || !llmaas_repacked_kernels_of(weight->type)) {
         return false;
     }
     atomic_int * verdict = &verdicts[weight->type];

@@ -14,6 +14,7 @@ enum {
 
 struct state {
     llmaas_stream * stream;
+    llmaas_pieces * file_pieces; /* of the stream */
     int             fd;
     uint64_t        offset;
     bool            is_packed;
@@ -29,7 +30,9 @@ struct state {
 void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool is_packed) {
     struct state * state = calloc(1, sizeof *state);
     if (state) {
-        *state = (struct state) {.stream = stream, .fd = fd, .offset = offset, .is_packed = is_packed};
+        *state = (struct state) {
+            .stream = stream, .file_pieces = llmaas_stream_pieces(stream), .fd = fd, .offset = offset,
+            .is_packed = is_packed};
     }
     return state;
 }
@@ -56,7 +59,7 @@ static bool make_pieces(struct state * state, const struct ggml_tensor * tensor)
     for (size_t i = 0; ok && i < state->n_pieces; i++) {
         const size_t begin = i * (size_t) state->n_rows * tensor->nb[1], end = begin + (size_t) state->n_rows * tensor->nb[1];
         const size_t n_bytes = ggml_nbytes(tensor);
-        state->pieces[i] = llmaas_stream_add(state->stream, &(llmaas_piece) {
+        state->pieces[i] = llmaas_pieces_add(state->file_pieces, &(llmaas_piece) {
             .fd      = state->fd,
             .offset  = state->offset + begin,
             .n_bytes = (i + 1 == state->n_pieces ? n_bytes : end) - begin,
@@ -108,10 +111,10 @@ llmaas_status llmaas_file_columns(llmaas_weight * weight, const llmaas_columns *
     return LLMAAS_OK;
 }
 
-void llmaas_file_pass(llmaas_weight * weight) {
+void llmaas_file_never_keep(llmaas_weight * weight) {
     struct state * state = weight->state;
     for (size_t i = 0; i < state->n_pieces; i++) {
-        llmaas_stream_pass(state->stream, state->pieces[i]);
+        llmaas_stream_never_keep(state->stream, state->pieces[i]);
     }
 }
 
@@ -151,14 +154,14 @@ static bool multiply_experts(
 }
 
 /* Return the bytes that n rows of a piece use; for a stack of matrices, all bytes. */
-static llmaas_stretch stretch_of(const struct state * state, int64_t n_rows, int64_t n_columns) {
+static llmaas_strided used_of(const struct state * state, int64_t n_rows, int64_t n_columns) {
     int64_t row_step, column_step;
     llmaas_weight_steps(&state->as, &row_step, &column_step);
     const size_t n_all = ggml_nbytes(&state->as), stride = (size_t) row_step * state->as.nb[1];
     if (ggml_nrows(&state->as) > state->as.ne[1]) {
-        return (llmaas_stretch) {n_all, n_all, n_all};
+        return (llmaas_strided) {n_all, n_all, n_all};
     }
-    return (llmaas_stretch) {
+    return (llmaas_strided) {
         (size_t) n_rows * state->as.nb[1], stride, (size_t) row_step * ggml_row_size(state->as.type, n_columns)};
 }
 
@@ -173,11 +176,11 @@ static bool multiply_rows(
     product->src[0]->data = pieces[0]->home;
     for (int64_t i = 0; pieces[0]->is_kept && i * state->n_rows < n; i++) {
         const int64_t       n_left = n - i * state->n_rows;
-        const llmaas_stretch stretch = stretch_of(state, n_left < state->n_rows ? n_left : state->n_rows, n_columns);
-        llmaas_stream_note(state->stream, pieces[i], &stretch);
+        const llmaas_strided used = used_of(state, n_left < state->n_rows ? n_left : state->n_rows, n_columns);
+        llmaas_pieces_note(state->file_pieces, pieces[i], &used);
     }
-    const llmaas_stretch stretch = stretch_of(state, n, n_columns);
-    if (!pieces[0]->is_kept && !llmaas_stream_use(state->stream, pieces[0], &stretch, product->src[0], 0)) {
+    const llmaas_strided used = used_of(state, n, n_columns);
+    if (!pieces[0]->is_kept && !llmaas_pieces_use(state->file_pieces, pieces[0], &used, product->src[0], 0)) {
         return false;
     }
     return append(state, graph, product);

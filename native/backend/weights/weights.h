@@ -57,7 +57,7 @@ void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool i
  * Copies scales and mins. EINVAL: the weight has another shape, or already has columns. ESPACE: out of memory. */
 llmaas_status llmaas_file_columns(llmaas_weight * weight, const llmaas_columns * columns);
 /* Stop keeping the pieces of a weight that has columns: they are only read for graphs that use them in full. */
-void llmaas_file_pass(llmaas_weight * weight);
+void llmaas_file_never_keep(llmaas_weight * weight);
 
 struct llmaas_weight {
     char                       name[GGML_MAX_NAME];

@@ -1,0 +1,141 @@
+#include "stream/pieces.h"
+
+#include "base/pages.h"
+#include "src/grow.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+enum { AGE = 32 }; /* graphs after which what was used in between counts as used of late */
+
+struct llmaas_pieces {
+    llmaas_arena *  arena;
+    llmaas_piece ** all;
+    size_t          n, n_capacity;
+    size_t          n_used; /* pieces that some graph has used */
+    uint64_t        n_graphs;
+    uint64_t        n_bytes; /* bytes of the pieces that may be kept */
+    bool            is_stale;
+};
+
+llmaas_pieces * llmaas_pieces_new(llmaas_arena * arena) {
+    llmaas_pieces * pieces = calloc(1, sizeof *pieces);
+    if (pieces) {
+        pieces->arena = arena;
+    }
+    return pieces;
+}
+
+void llmaas_pieces_free(llmaas_pieces * pieces) {
+    if (!pieces) {
+        return;
+    }
+    for (size_t i = 0; i < pieces->n; i++) {
+        free(pieces->all[i]);
+    }
+    free(pieces->all);
+    free(pieces);
+}
+
+llmaas_piece_stats llmaas_pieces_read_stats(const llmaas_pieces * pieces) {
+    llmaas_piece_stats stats = {.n_bytes = pieces->n_bytes};
+    for (size_t i = 0; i < pieces->n; i++) {
+        stats.n_kept += pieces->all[i]->is_kept ? pieces->all[i]->n_bytes : 0;
+    }
+    return stats;
+}
+
+uint64_t llmaas_pieces_bytes(const llmaas_pieces * pieces) { return pieces->n_bytes; }
+
+llmaas_piece * llmaas_pieces_add(llmaas_pieces * pieces, const llmaas_piece * piece) {
+    llmaas_piece ** all   = llmaas_grown(pieces->all, pieces->n, &pieces->n_capacity, sizeof *all);
+    pieces->all           = all ? all : pieces->all;
+    llmaas_piece *  added = all ? malloc(sizeof *added) : NULL;
+    if (!added) {
+        return NULL;
+    }
+    *added            = *piece;
+    added->keep_order = -1;
+    pieces->n_bytes += piece->n_bytes;
+    return pieces->all[pieces->n++] = added;
+}
+
+void llmaas_pieces_never_keep(llmaas_pieces * pieces, llmaas_piece * piece) {
+    pieces->n_bytes -= piece->is_never_kept ? 0 : piece->n_bytes;
+    pieces->is_stale     = true;
+    piece->is_never_kept = true;
+}
+
+/* -- what graphs use --------------------------------------------------------------------------------------------- */
+
+/* Return how much of a piece graphs used of late: 0 nothing, 1 a part, 2 all of it. */
+static int use_of(const llmaas_piece * piece) { return piece->n_lately < piece->n_bytes ? piece->n_lately > 0 : 2; }
+
+void llmaas_pieces_note(llmaas_pieces * pieces, llmaas_piece * piece, const llmaas_strided * used) {
+    const size_t n_bytes = used->n_bytes / used->stride * used->width;
+    const int    before  = use_of(piece);
+    piece->n_now     = n_bytes > piece->n_now ? n_bytes : piece->n_now;
+    piece->n_lately  = n_bytes > piece->n_lately ? n_bytes : piece->n_lately;
+    pieces->is_stale = pieces->is_stale || use_of(piece) != before;
+}
+
+bool llmaas_pieces_use(
+    llmaas_pieces * pieces, llmaas_piece * piece, const llmaas_strided * used, struct ggml_tensor * weight, size_t n_before) {
+    if (piece->keep_order < 0) { /* multiples of the golden ratio are evenly spread, however many there are */
+        piece->keep_order = fmod((double) ++pieces->n_used * 0.6180339887498949, 1);
+        pieces->is_stale  = true;
+    }
+    llmaas_pieces_note(pieces, piece, used);
+    return llmaas_arena_use(pieces->arena, piece, used, weight, n_before);
+}
+
+/* What the interval that ends has used is what counts as used of late. */
+void llmaas_pieces_age(llmaas_pieces * pieces) {
+    if (++pieces->n_graphs % AGE != 0) {
+        return;
+    }
+    for (size_t i = 0; i < pieces->n; i++) {
+        llmaas_piece * piece  = pieces->all[i];
+        const int      before = use_of(piece);
+        piece->n_lately       = piece->n_now;
+        piece->n_now          = 0;
+        pieces->is_stale      = pieces->is_stale || use_of(piece) != before;
+    }
+}
+
+/* -- choosing the kept pieces ------------------------------------------------------------------------------------ */
+
+bool llmaas_pieces_are_stale(const llmaas_pieces * pieces) { return pieces->is_stale; }
+
+static int by_use_and_order(const void * a, const void * b) {
+    const llmaas_piece * x = *(llmaas_piece * const *) a, * y = *(llmaas_piece * const *) b;
+    return use_of(x) != use_of(y) ? use_of(y) - use_of(x)
+                                  : (x->keep_order > y->keep_order) - (x->keep_order < y->keep_order);
+}
+
+/* Pieces that no graph has used are not wanted. */
+void llmaas_pieces_choose(llmaas_pieces * pieces, uint64_t n_bytes) {
+    uint64_t n_wanted = 0;
+    if (pieces->n == 0) {
+        return;
+    }
+    qsort(pieces->all, pieces->n, sizeof *pieces->all, by_use_and_order);
+    for (size_t i = 0; i < pieces->n; i++) {
+        llmaas_piece * piece  = pieces->all[i];
+        const bool     may_be = piece->keep_order >= 0 && !piece->is_never_kept;
+        n_wanted += may_be ? piece->n_bytes : 0;
+        piece->is_wanted = may_be && n_wanted <= n_bytes;
+    }
+}
+
+void llmaas_pieces_set_memory(llmaas_pieces * pieces, uint64_t n_bytes) {
+    llmaas_pieces_choose(pieces, n_bytes);
+    for (size_t i = 0; i < pieces->n; i++) {
+        llmaas_piece * piece = pieces->all[i];
+        if (piece->is_kept && !piece->is_wanted) {
+            llmaas_pages_release(llmaas_pages_in(piece->home, piece->n_bytes));
+            piece->is_kept = false;
+        }
+    }
+    pieces->is_stale = false;
+}

@@ -1,0 +1,44 @@
+/* The pieces of weights in files: which of them are kept.
+ *
+ * Kept pieces are spread evenly over the order in which graphs use them: then neither reading nor computing waits for
+ * the other at a long stretch of pieces of one kind. Pieces that recent graphs used in full are kept first, then those
+ * used in part: what a level leaves out makes way for what it needs. */
+#ifndef LLMAAS_PIECES_H
+#define LLMAAS_PIECES_H
+
+#include "stream/arena.h"
+
+typedef struct llmaas_pieces llmaas_pieces;
+
+typedef struct llmaas_piece_stats {
+    uint64_t n_bytes; /* bytes of all pieces that may be kept */
+    uint64_t n_kept;  /* bytes of those that are */
+} llmaas_piece_stats;
+
+/* Create a set of pieces that are read into `arena`, which must outlive it. NULL if out of memory. */
+llmaas_pieces *    llmaas_pieces_new(llmaas_arena * arena);
+void               llmaas_pieces_free(llmaas_pieces * pieces);
+llmaas_piece_stats llmaas_pieces_read_stats(const llmaas_pieces * pieces);
+uint64_t           llmaas_pieces_bytes(const llmaas_pieces * pieces); /* n_bytes of the statistics */
+
+/* Add a piece, which lives as long as the set. NULL if out of memory. */
+llmaas_piece * llmaas_pieces_add(llmaas_pieces * pieces, const llmaas_piece * piece);
+/* Stop keeping a piece: from the next graph on, it is only read for graphs that use it in full. */
+void llmaas_pieces_never_keep(llmaas_pieces * pieces, llmaas_piece * piece);
+
+/* Count a graph: what was used long ago matters less and less. */
+void llmaas_pieces_age(llmaas_pieces * pieces);
+/* Note that the graph uses so much of `piece`, which is kept. */
+void llmaas_pieces_note(llmaas_pieces * pieces, llmaas_piece * piece, const llmaas_strided * used);
+/* Note that the graph next uses so much of `piece`, which is not kept (arena.h). */
+bool llmaas_pieces_use(
+    llmaas_pieces * pieces, llmaas_piece * piece, const llmaas_strided * used, struct ggml_tensor * weight, size_t n_before);
+
+/* Return whether recent graphs used other pieces than before, so that the choice must be repeated. */
+bool llmaas_pieces_are_stale(const llmaas_pieces * pieces);
+/* Choose the pieces to keep, at most n_bytes of them, while a graph is being computed. */
+void llmaas_pieces_choose(llmaas_pieces * pieces, uint64_t n_bytes);
+/* Do the same between graphs, and give back the memory of all other pieces. */
+void llmaas_pieces_set_memory(llmaas_pieces * pieces, uint64_t n_bytes);
+
+#endif
