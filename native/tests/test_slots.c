@@ -7,13 +7,13 @@
 
 enum { N = 8, BYTES = 4096 };
 
-static llmaas_channel channels[N];
+static llmaas_cached channels[N];
 
 static llmaas_slots * slots_new(size_t n_slots) {
     llmaas_slots * slots = llmaas_slots_new(BYTES);
     CHECK(slots);
     for (int i = 0; i < N; i++) {
-        channels[i] = (llmaas_channel) {.slot = -1};
+        channels[i] = (llmaas_cached) {.slot = -1};
     }
     llmaas_slots_expect(slots, N);
     llmaas_slots_resize(slots, n_slots);

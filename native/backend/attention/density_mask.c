@@ -1,17 +1,8 @@
-/* Reading attention masks, which hold 0, minus infinity, or distances (ALiBi), as F16 or F32. */
+/* Which cells a query sees, and what the mask adds to their scores. */
 #include "attention/density_worker.h"
+#include "attention/mask.h"
 
 #include "ggml-cpu.h"
-
-#include <string.h>
-
-static uint32_t mask_bits(const char * mask, size_t size, int64_t column) {
-    uint32_t bits = 0;
-    memcpy(&bits, mask + (size_t) column * size, size); /* little endian: the first bytes are the lower ones */
-    return bits;
-}
-
-static uint32_t masked_bits(enum ggml_type type) { return type == GGML_TYPE_F16 ? 0xfc00 : 0xff800000; }
 
 bool llmaas_attention_sees(const llmaas_attention * node, int64_t row, int64_t cell) {
     const struct ggml_tensor * mask = node->mask;
@@ -23,36 +14,22 @@ bool llmaas_attention_sees(const llmaas_attention * node, int64_t row, int64_t c
         return true;
     }
     const char * from = (const char *) mask->data + (size_t) row * mask->nb[1];
-    return mask_bits(from, ggml_type_size(mask->type), column) != masked_bits(mask->type);
-}
-
-/* Return the first column from `column` on whose word differs from `word`; it may stop short of the row's last
- * columns. */
-static int64_t skip_words(const char * mask, size_t size, int64_t column, int64_t n, uint64_t word) {
-    const int64_t step = (int64_t) (sizeof word / size);
-    for (; column + step <= n; column += step) {
-        uint64_t found;
-        memcpy(&found, mask + (size_t) column * size, sizeof found);
-        if (found != word) {
-            break;
-        }
-    }
-    return column;
+    return llmaas_mask_bits(from, ggml_type_size(mask->type), column) != llmaas_mask_hidden_bits(mask->type);
 }
 
 static void find_runs(llmaas_density_worker * w, const char * mask, enum ggml_type type, int64_t n) {
     const size_t   size   = ggml_type_size(type);
-    const uint32_t masked = masked_bits(type);
-    const uint64_t word   = type == GGML_TYPE_F16 ? 0xfc00fc00fc00fc00ull : 0xff800000ff800000ull;
+    const uint32_t masked = llmaas_mask_hidden_bits(type);
+    const uint64_t word   = llmaas_mask_hidden(type);
     for (int64_t column = 0; column < n;) {
-        column = skip_words(mask, size, column, n, word);
-        while (column < n && mask_bits(mask, size, column) == masked) {
+        column = llmaas_mask_skip(mask, size, column, n, word);
+        while (column < n && llmaas_mask_bits(mask, size, column) == masked) {
             ++column;
         }
         const int64_t start = column;
-        while (column < n && mask_bits(mask, size, column) != masked) {
-            const int64_t next = skip_words(mask, size, column, n, 0);
-            w->has_bias        = w->has_bias || (next == column && mask_bits(mask, size, column));
+        while (column < n && llmaas_mask_bits(mask, size, column) != masked) {
+            const int64_t next = llmaas_mask_skip(mask, size, column, n, 0);
+            w->has_bias        = w->has_bias || (next == column && llmaas_mask_bits(mask, size, column));
             column             = next > column ? next : column + 1;
         }
         if (column > start) {

@@ -1,32 +1,19 @@
 /* Reading masks: which cells the queries of a graph see. */
+#include "attention/mask.h"
 #include "attention/narrow.h"
-
-#include <string.h>
 
 /* llama.cpp's graphs reach a multiple of this many cells, for which all of ggml-cpu's kernels are made. A range starts
  * at the first visible cell. So it equals the range of a graph whose cells begin there, and the result is
  * bit-identical. */
 enum { N_STEP = 256 };
 
-static uint64_t hidden_word(enum ggml_type type) {
-    return type == GGML_TYPE_F16 ? 0xfc00fc00fc00fc00ull : 0xff800000ff800000ull; /* minus infinities */
-}
-
 static bool is_hidden(const char * row, size_t size, uint64_t word, int64_t column) {
     return memcmp(row + (size_t) column * size, &word, size) == 0;
 }
 
-static bool is_word(const char * row, size_t size, uint64_t word, int64_t column) {
-    return memcmp(row + (size_t) column * size, &word, sizeof word) == 0;
-}
-
 /* Return the first visible column before `end`, or `end`. */
 static int64_t first_visible(const char * row, size_t size, uint64_t word, int64_t end) {
-    const int64_t step   = (int64_t) (sizeof word / size);
-    int64_t       column = 0;
-    while (column + step <= end && is_word(row, size, word, column)) {
-        column += step;
-    }
+    int64_t column = llmaas_mask_skip(row, size, 0, end, word);
     while (column < end && is_hidden(row, size, word, column)) {
         ++column;
     }
@@ -36,7 +23,7 @@ static int64_t first_visible(const char * row, size_t size, uint64_t word, int64
 /* Return the column behind the last visible one of n, or `start` if that is larger. */
 static int64_t end_visible(const char * row, size_t size, uint64_t word, int64_t start, int64_t n) {
     const int64_t step = (int64_t) (sizeof word / size);
-    while (n - step >= start && is_word(row, size, word, n - step)) {
+    while (n - step >= start && llmaas_mask_is(row, size, n - step, word)) {
         n -= step;
     }
     while (n > start && is_hidden(row, size, word, n - 1)) {
@@ -61,7 +48,7 @@ bool llmaas_mask_is_readable(const struct ggml_tensor * mask) {
 llmaas_visible llmaas_mask_read(const struct ggml_tensor * mask) {
     const int64_t  n_cells = mask->ne[0];
     const size_t   size    = ggml_type_size(mask->type);
-    const uint64_t word    = hidden_word(mask->type);
+    const uint64_t word    = llmaas_mask_hidden(mask->type);
     const char *   rows    = mask->data;
     int64_t        first   = n_cells, end = 0;
     for (int64_t row = 0; row < mask->ne[1]; ++row) {
@@ -93,7 +80,7 @@ static void mark_visible(const struct ggml_tensor * mask, bool * is_visible) {
         const char * from = (const char *) mask->data + (size_t) row * mask->nb[1];
         for (int64_t i = 0; i < mask->ne[0] / N_BLOCK; ++i) {
             const char * block = from + (size_t) (i * N_BLOCK) * size;
-            is_visible[i] = is_visible[i] || first_visible(block, size, hidden_word(mask->type), N_BLOCK) < N_BLOCK;
+            is_visible[i] = is_visible[i] || first_visible(block, size, llmaas_mask_hidden(mask->type), N_BLOCK) < N_BLOCK;
         }
     }
 }

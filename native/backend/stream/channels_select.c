@@ -24,7 +24,7 @@ static uint32_t find(llmaas_channels * channels, llmaas_operand * operand) {
     const llmaas_active * active    = channels->active;
     uint32_t              n_missing = 0;
     for (uint32_t i = 0; i < active->n; i++) {
-        llmaas_channel * channel = &operand->channels[active->channels[i]];
+        llmaas_cached * channel = &operand->channels[active->channels[i]];
         channel->n_uses += !operand->is_fixed;
         if (channel->slot >= 0) {
             channels->columns[i] = (const uint8_t *) llmaas_slots_use(operand->pool->slots, channel);

@@ -1,12 +1,11 @@
 #include "stream/experts.h"
 
-#include "base/pages.h"
 #include "llmaas/io.h"
 #include "src/clock.h"
 #include "src/grow.h"
+#include "stream/slots.h"
 
 #include <stdlib.h>
-#include <sys/mman.h>
 
 #define PAGE 4096u
 
@@ -17,25 +16,14 @@ enum {
     GROUP      = 3, /* products that usually share one choice of experts: gate, up and down */
 };
 
-/* Memory for one expert. */
-typedef struct slot {
-    llmaas_stack *   owner; /* NULL: free */
-    int32_t          expert;
-    uint64_t         turn; /* when it was last used, or will be next */
-    llmaas_io_read * reads;
-    size_t           n_reads, n_capacity;
-} slot;
-
 /* The slots of one size. */
 typedef struct size_class {
     struct size_class * next;
     size_t              n_bytes; /* bytes of a slot */
-    size_t              n_all;   /* experts of that size */
     size_t              n_least; /* most experts of one weight */
-    size_t              n_slots; /* slots that may be used, at most n_all */
-    size_t              n_touched;
-    char *              base; /* NULL until the first graph */
-    slot *              slots;
+    llmaas_slots *      slots;
+    size_t              n_reads; /* reads of a slot */
+    llmaas_io_read *    reads;   /* [slots][n_reads]; NULL until the first graph */
 } size_class;
 
 struct llmaas_stack {
@@ -44,10 +32,7 @@ struct llmaas_stack {
     int            fd;
     uint64_t       offset;
     int32_t        n_experts;
-    struct {
-        int32_t  slot;   /* negative: none */
-        uint32_t n_uses; /* uses of late */
-    } experts[];
+    llmaas_cached  experts[];
 };
 
 /* A product of the graph. */
@@ -91,16 +76,6 @@ bool llmaas_experts_set_reading(llmaas_experts * experts, const llmaas_reading *
     return true;
 }
 
-static void free_slots(size_class * size) {
-    for (size_t i = 0; size->slots && i < size->n_all; i++) {
-        free(size->slots[i].reads);
-    }
-    free(size->slots);
-    if (size->base) {
-        munmap(size->base, size->n_all * size->n_bytes);
-    }
-}
-
 void llmaas_experts_free(llmaas_experts * experts) {
     if (!experts) {
         return;
@@ -108,7 +83,8 @@ void llmaas_experts_free(llmaas_experts * experts) {
     llmaas_io_close(experts->io);
     for (size_class * size = experts->sizes; size;) {
         size_class * next = size->next;
-        free_slots(size);
+        llmaas_slots_free(size->slots);
+        free(size->reads);
         free(size);
         size = next;
     }
@@ -128,12 +104,15 @@ static size_class * class_of(llmaas_experts * experts, size_t n_bytes) {
         }
     }
     size_class * made = calloc(1, sizeof *made);
-    if (made) {
-        made->n_bytes  = n_bytes;
-        made->next     = experts->sizes;
-        experts->sizes = made;
+    if (!made) {
+        return NULL;
     }
-    return made;
+    *made = (size_class) {.next = experts->sizes, .n_bytes = n_bytes, .slots = llmaas_slots_new(n_bytes)};
+    if (!made->slots) {
+        free(made);
+        return NULL;
+    }
+    return experts->sizes = made;
 }
 
 llmaas_stack * llmaas_experts_add(llmaas_experts * experts, int fd, uint64_t offset, size_t n_bytes, int32_t n_experts) {
@@ -151,52 +130,22 @@ llmaas_stack * llmaas_experts_add(llmaas_experts * experts, int fd, uint64_t off
         stack->experts[i].slot = -1;
     }
     experts->stacks = stack;
-    size->n_all += (size_t) n_experts;
     size->n_least = (size_t) n_experts > size->n_least ? (size_t) n_experts : size->n_least;
-    size->n_slots = size->n_least;
+    llmaas_slots_expect(size->slots, (size_t) n_experts);
+    llmaas_slots_resize(size->slots, size->n_least);
     experts->stats.n_bytes += (uint64_t) n_experts * n_bytes;
     return stack;
 }
 
 /* -- memory ------------------------------------------------------------------------------------------------------ */
 
-static bool make_slots(size_class * size) {
-    size->base    = llmaas_pages_reserve(size->n_all * size->n_bytes);
-    size->slots   = calloc(size->n_all, sizeof *size->slots);
-    if (size->base && size->slots) {
-        return true;
-    }
-    free_slots(size);
-    size->base  = NULL;
-    size->slots = NULL;
-    return false;
-}
-
-static void disown(slot * s) {
-    if (s->owner) {
-        s->owner->experts[s->expert].slot = -1;
-        s->owner = NULL;
-    }
-}
-
-/* Allow n slots; those beyond give their memory back. */
-static void resize(size_class * size, size_t n) {
-    for (size_t i = n; i < size->n_touched; i++) {
-        disown(&size->slots[i]);
-    }
-    if (n < size->n_touched) {
-        llmaas_pages_release(llmaas_pages_in(size->base + n * size->n_bytes, (size->n_touched - n) * size->n_bytes));
-        size->n_touched = n;
-    }
-    size->n_slots = n;
-}
-
 /* Give each size memory for the same share of its experts, but no less than a product may need. */
 void llmaas_experts_set_memory(llmaas_experts * experts, uint64_t n_bytes) {
     const double share = (double) n_bytes / (double) experts->stats.n_bytes;
     for (size_class * size = experts->sizes; size; size = size->next) {
-        const double n = share < 1 ? share * (double) size->n_all : (double) size->n_all;
-        resize(size, (size_t) n > size->n_least ? (size_t) n : size->n_least);
+        const double n_all = (double) (llmaas_slots_all(size->slots) / size->n_bytes);
+        const size_t n     = (size_t) (share < 1 ? share * n_all : n_all);
+        llmaas_slots_resize(size->slots, n > size->n_least ? n : size->n_least);
     }
 }
 
@@ -204,105 +153,83 @@ llmaas_expert_stats llmaas_experts_read_stats(const llmaas_experts * experts) {
     llmaas_expert_stats stats = experts->stats;
     for (const size_class * size = experts->sizes; size; size = size->next) {
         stats.n_least += size->n_least * size->n_bytes;
-        stats.n_kept += size->n_touched * size->n_bytes;
+        stats.n_kept += llmaas_slots_kept(size->slots);
     }
     return stats;
 }
 
 /* -- reading ----------------------------------------------------------------------------------------------------- */
 
-static uint32_t uses_of(const slot * s) { return s->owner->experts[s->expert].n_uses; }
-
-/* Find a slot to reuse, among those not needed from `turn` on: the one whose expert was used least often of late.
- * Among equal ones, take the most recently used: if there are fewer slots than a token has uses, the older ones then stay
- * until they are used again. NULL if all slots are needed. */
-static slot * free_slot(size_class * size, uint64_t turn) {
-    if (size->n_touched < size->n_slots) {
-        return &size->slots[size->n_touched++];
-    }
-    slot * found = NULL;
-    for (size_t i = 0; i < size->n_slots; i++) {
-        slot * s = &size->slots[i];
-        if (!s->owner) {
-            return s;
-        }
-        if (s->turn < turn && (!found || uses_of(s) < uses_of(found) ||
-                               (uses_of(s) == uses_of(found) && s->turn > found->turn))) {
-            found = s;
-        }
-    }
-    return found;
-}
-
-/* Make room for the reads of an expert, none of which is in flight. False if out of memory. */
-static bool size_reads(const llmaas_experts * experts, const size_class * size, slot * s) {
+/* Make room for the reads of all slots, none of which is in flight. False if out of memory. */
+static bool make_reads(const llmaas_experts * experts, size_class * size) {
     const size_t n = (size->n_bytes + experts->n_read_most - 1) / experts->n_read_most;
-    if (n > s->n_capacity) {
-        llmaas_io_read * reads = realloc(s->reads, n * sizeof *reads);
-        if (!reads) {
-            return false;
-        }
-        s->reads      = reads;
-        s->n_capacity = n;
+    if (n == size->n_reads) {
+        return true;
     }
-    s->n_reads = n;
+    llmaas_io_read * reads = calloc(llmaas_slots_all(size->slots) / size->n_bytes * n, sizeof *reads);
+    if (!reads) {
+        return false;
+    }
+    for (size_t i = 0; i < llmaas_slots_kept(size->slots) / size->n_bytes * n; i++) {
+        reads[i].is_done = true; /* experts in slots stay there */
+    }
+    free(size->reads);
+    size->reads   = reads;
+    size->n_reads = n;
     return true;
 }
 
-static void start_reads(llmaas_experts * experts, const llmaas_stack * stack, slot * s) {
+static llmaas_io_read * reads_of(const llmaas_stack * stack, int32_t expert) {
+    return stack->size->reads + (size_t) stack->experts[expert].slot * stack->size->n_reads;
+}
+
+static void start_reads(llmaas_experts * experts, const llmaas_stack * stack, int32_t expert) {
     const size_class * size  = stack->size;
-    const uint64_t     begin = stack->offset + (uint64_t) s->expert * size->n_bytes;
-    char *             to    = size->base + (size_t) (s - size->slots) * size->n_bytes;
-    for (size_t i = 0; i < s->n_reads; i++) {
+    llmaas_io_read *   reads = reads_of(stack, expert);
+    const uint64_t     begin = stack->offset + (uint64_t) expert * size->n_bytes;
+    char *             to    = llmaas_slots_base(size->slots) + (size_t) stack->experts[expert].slot * size->n_bytes;
+    for (size_t i = 0; i < size->n_reads; i++) {
         const size_t   from = i * experts->n_read_most, left = size->n_bytes - from;
         const uint32_t n    = (uint32_t) (left < experts->n_read_most ? left : experts->n_read_most);
         if (llmaas_io_room(experts->io) == 0) {
             llmaas_io_drain(experts->io);
         }
-        s->reads[i] = (llmaas_io_read) {
+        reads[i] = (llmaas_io_read) {
             .fd = stack->fd, .offset = begin + from, .n_bytes = n, .n_needed = n, .buffer = to + from};
-        llmaas_io_start(experts->io, &s->reads[i]);
+        llmaas_io_start(experts->io, &reads[i]);
         experts->stats.n_read += n;
     }
 }
 
 /* Keep an expert until `turn`, if it is in a slot. Return whether it is. */
 static bool stays(llmaas_experts * experts, llmaas_stack * stack, int32_t expert, uint64_t turn) {
-    const int32_t at = stack->experts[expert].slot;
-    slot *        s  = at >= 0 ? &stack->size->slots[at] : NULL;
-    if (s && s->turn < turn) {
-        s->turn = turn;
-        stack->experts[expert].n_uses++;
+    llmaas_cached * cached = &stack->experts[expert];
+    if (cached->slot >= 0 && llmaas_slots_hold(stack->size->slots, cached, turn)) {
+        cached->n_uses++;
         experts->stats.n_hits++;
     }
-    return s != NULL;
+    return cached->slot >= 0;
 }
 
 /* Start reading an expert into a slot that is not needed from `now` on. False if there is none. */
 static bool fetch(llmaas_experts * experts, llmaas_stack * stack, int32_t expert, uint64_t turn, uint64_t now) {
-    slot * s = free_slot(stack->size, now);
-    if (!s || !size_reads(experts, stack->size, s)) {
+    if (!llmaas_slots_replace(stack->size->slots, &stack->experts[expert], turn, now)) {
         return false;
     }
-    disown(s);
-    s->owner  = stack;
-    s->expert = expert;
-    s->turn   = turn;
-    stack->experts[expert].slot = (int32_t) (s - stack->size->slots);
     stack->experts[expert].n_uses++;
     experts->stats.n_misses++;
-    start_reads(experts, stack, s);
+    start_reads(experts, stack, expert);
     return true;
 }
 
 static bool await(llmaas_experts * experts, const llmaas_stack * stack, int32_t expert) {
-    slot * s  = &stack->size->slots[stack->experts[expert].slot];
-    bool   ok = true;
-    for (size_t i = 0; i < s->n_reads; i++) {
-        if (!s->reads[i].is_done) {
-            llmaas_io_wait(experts->io, &s->reads[i]);
+    llmaas_io_read * reads = reads_of(stack, expert);
+    bool             ok    = true;
+    for (size_t i = 0; i < stack->size->n_reads; i++) {
+        if (!reads[i].is_done) {
+            llmaas_io_wait(experts->io, &reads[i]);
         }
-        ok = ok && s->reads[i].error == 0;
+        ok = ok && reads[i].error == 0;
     }
     return ok;
 }
@@ -365,7 +292,7 @@ static void fetch_later(const struct choice * c) {
     const llmaas_experts * experts = c->experts;
     for (size_t i = c->index + 1; i < experts->n_uses && experts->uses[i].ids == experts->uses[c->index].ids; i++) {
         llmaas_stack * stack = experts->uses[i].stack;
-        if (stack->size->n_slots >= GROUP * stack->size->n_least) {
+        if (llmaas_slots_count(stack->size->slots) >= GROUP * stack->size->n_least) {
             fetch_all(c, stack, c->turn + (i - c->index));
         }
     }
@@ -408,7 +335,8 @@ bool llmaas_experts_use(llmaas_experts * experts, llmaas_stack * stack, struct g
     size_class *         size   = stack->size;
     struct ggml_tensor * weight = product->src[0];
     struct ggml_tensor * ids    = product->src[2];
-    if (!size->slots && !make_slots(size)) {
+    char *               base   = llmaas_slots_base(size->slots);
+    if (!base || !make_reads(experts, size)) {
         return false;
     }
     int32_t * slots = llmaas_graph_scratch(experts->graph, 0, (size_t) ggml_nelements(ids) * sizeof *slots);
@@ -422,10 +350,10 @@ bool llmaas_experts_use(llmaas_experts * experts, llmaas_stack * stack, struct g
     for (int i = 1; i < GGML_MAX_DIMS; i++) {
         numbers->nb[i] = numbers->nb[i - 1] * (size_t) numbers->ne[i - 1];
     }
-    weight->data  = size->base;
-    weight->ne[2] = (int64_t) size->n_slots;
+    weight->data  = base;
+    weight->ne[2] = (int64_t) llmaas_slots_count(size->slots);
     weight->nb[2] = size->n_bytes;
-    weight->nb[3] = size->n_bytes * size->n_slots;
+    weight->nb[3] = size->n_bytes * (size_t) weight->ne[2];
     product->src[2] = numbers;
     const struct choice c = {experts, experts->n_uses - 1, ++experts->n_turns, ids, slots};
     return llmaas_graph_step(experts->graph, choose, &c, sizeof c);
@@ -435,9 +363,7 @@ bool llmaas_experts_use(llmaas_experts * experts, llmaas_stack * stack, struct g
 void llmaas_experts_end(llmaas_experts * experts) {
     llmaas_io_drain(experts->io);
     for (size_class * size = experts->sizes; size && llmaas_graph_failed(experts->graph); size = size->next) {
-        for (size_t i = 0; i < size->n_touched; i++) {
-            disown(&size->slots[i]);
-        }
+        llmaas_slots_clear(size->slots);
     }
     experts->graph = NULL;
 }

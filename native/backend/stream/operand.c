@@ -126,7 +126,7 @@ bool llmaas_operand_share(llmaas_operand * operand, llmaas_pool ** pools, uint32
         return false;
     }
     for (size_t i = 0; i < n; i++) {
-        operand->channels[operand->order[i]] = (llmaas_channel) {-1, operand->is_fixed ? rank(i, n) : 0};
+        operand->channels[operand->order[i]] = (llmaas_cached) {-1, operand->is_fixed ? rank(i, n) : 0};
     }
     llmaas_slots_expect(operand->pool->slots, n);
     return true;

@@ -41,7 +41,7 @@ struct llmaas_operand {
     llmaas_operand *  predictor;       /* NULL: none */
     llmaas_operand *  first_predicted; /* first operand that this one predicts, in file order; NULL: none */
     llmaas_operand *  next_predicted;  /* next operand with the same predictor */
-    llmaas_channel    channels[];
+    llmaas_cached    channels[];
 };
 
 /* Create an operand whose channels have no memory yet. NULL if out of memory. */

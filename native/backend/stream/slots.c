@@ -12,9 +12,9 @@ enum {
 };
 
 struct slot {
-    llmaas_channel * owner; /* NULL: free */
-    uint64_t         turn;  /* when it was last used */
-    uint32_t         n_uses; /* use count of its owner when slots were last sorted */
+    llmaas_cached * owner; /* NULL: free */
+    uint64_t        turn;  /* when it was last used, or will be next */
+    uint32_t        n_uses; /* use count of its owner when slots were last sorted */
 };
 
 struct llmaas_slots {
@@ -47,10 +47,11 @@ void llmaas_slots_free(llmaas_slots * slots) {
     free(slots);
 }
 
-void llmaas_slots_expect(llmaas_slots * slots, size_t n_channels) { slots->n_all += n_channels; }
+void llmaas_slots_expect(llmaas_slots * slots, size_t n) { slots->n_all += n; }
 
 size_t llmaas_slots_all(const llmaas_slots * slots) { return slots->n_all * slots->n_bytes; }
 size_t llmaas_slots_kept(const llmaas_slots * slots) { return slots->n_touched * slots->n_bytes; }
+size_t llmaas_slots_count(const llmaas_slots * slots) { return slots->n_slots; }
 
 static void disown(struct slot * slot) {
     if (slot->owner) {
@@ -79,25 +80,39 @@ void llmaas_slots_clear(llmaas_slots * slots) {
     slots->n_order = slots->next = 0;
 }
 
+/* Reserve address space; on failure, the next call tries again. */
 static bool make(llmaas_slots * slots) {
-    const size_t n = llmaas_slots_all(slots);
-    slots->base    = llmaas_pages_reserve(n);
-    slots->slots   = calloc(slots->n_all, sizeof *slots->slots);
-    slots->order   = calloc(slots->n_all, sizeof *slots->order);
+    slots->slots = slots->slots ? slots->slots : calloc(slots->n_all, sizeof *slots->slots);
+    slots->order = slots->order ? slots->order : calloc(slots->n_all, sizeof *slots->order);
+    slots->base  = slots->slots && slots->order ? llmaas_pages_reserve(llmaas_slots_all(slots)) : NULL;
+    return slots->base != NULL;
+}
+
+static uint32_t uses_of(const struct slot * slot) { return slot->owner ? slot->owner->n_uses : 0; }
+
+static void assign(llmaas_slots * slots, struct slot * slot, llmaas_cached * item) {
+    disown(slot);
+    slot->owner = item;
+    item->slot  = (int32_t) (slot - slots->slots);
+}
+
+/* -- channels ---------------------------------------------------------------------------------------------------- */
+
+/* Channels are short, so that large areas of them profit from huge pages. */
+static bool make_huge(llmaas_slots * slots) {
+    const bool ok = make(slots);
 #ifdef MADV_HUGEPAGE
-    if (slots->base && n >= HUGE_BYTES) {
-        madvise(slots->base, n, MADV_HUGEPAGE);
+    if (ok && llmaas_slots_all(slots) >= HUGE_BYTES) {
+        madvise(slots->base, llmaas_slots_all(slots), MADV_HUGEPAGE);
     }
 #endif
-    return slots->base && slots->slots && slots->order;
+    return ok;
 }
 
 bool llmaas_slots_turn(llmaas_slots * slots) {
     slots->turn++;
-    return slots->base || make(slots);
+    return slots->base || make_huge(slots);
 }
-
-static uint32_t uses_of(const struct slot * slot) { return slot->owner ? slot->owner->n_uses : 0; }
 
 /* Sort the slots by uses, in linear time. */
 static void put_in_order(llmaas_slots * slots) {
@@ -136,12 +151,12 @@ static struct slot * least_used(llmaas_slots * slots) {
     }
 }
 
-char * llmaas_slots_use(llmaas_slots * slots, const llmaas_channel * channel) {
+char * llmaas_slots_use(llmaas_slots * slots, const llmaas_cached * channel) {
     slots->slots[channel->slot].turn = slots->turn;
     return slots->base + (size_t) channel->slot * slots->n_bytes;
 }
 
-char * llmaas_slots_take(llmaas_slots * slots, llmaas_channel * channel) {
+char * llmaas_slots_take(llmaas_slots * slots, llmaas_cached * channel) {
     struct slot * slot = NULL;
     if (slots->n_touched < slots->n_slots) {
         slot = &slots->slots[slots->n_touched++];
@@ -151,8 +166,45 @@ char * llmaas_slots_take(llmaas_slots * slots, llmaas_channel * channel) {
             return NULL;
         }
     }
-    disown(slot);
-    slot->owner   = channel;
-    channel->slot = (int32_t) (slot - slots->slots);
+    assign(slots, slot, channel);
     return llmaas_slots_use(slots, channel);
+}
+
+/* -- experts ----------------------------------------------------------------------------------------------------- */
+
+char * llmaas_slots_base(llmaas_slots * slots) { return slots->base || make(slots) ? slots->base : NULL; }
+
+bool llmaas_slots_hold(llmaas_slots * slots, const llmaas_cached * expert, uint64_t turn) {
+    struct slot * slot   = &slots->slots[expert->slot];
+    const bool    longer = slot->turn < turn;
+    slot->turn           = longer ? turn : slot->turn;
+    return longer;
+}
+
+/* Find a slot to reuse, among those not needed from `turn` on: the one whose expert was used least often of late.
+ * Among equal ones, take the most recently used: if there are fewer slots than a token has uses, the older ones then stay
+ * until they are used again. NULL if all slots are needed. */
+static struct slot * least_needed(llmaas_slots * slots, uint64_t turn) {
+    struct slot * found = NULL;
+    for (size_t i = 0; i < slots->n_slots; i++) {
+        struct slot * slot = &slots->slots[i];
+        if (!slot->owner) {
+            return slot;
+        }
+        if (slot->turn < turn && (!found || uses_of(slot) < uses_of(found) ||
+                                  (uses_of(slot) == uses_of(found) && slot->turn > found->turn))) {
+            found = slot;
+        }
+    }
+    return found;
+}
+
+bool llmaas_slots_replace(llmaas_slots * slots, llmaas_cached * expert, uint64_t turn, uint64_t now) {
+    const bool    is_new = slots->n_touched < slots->n_slots;
+    struct slot * slot   = is_new ? &slots->slots[slots->n_touched++] : least_needed(slots, now);
+    if (slot) {
+        assign(slots, slot, expert);
+        slot->turn = turn;
+    }
+    return slot != NULL;
 }
