@@ -79,6 +79,8 @@ lint: setup $(VENV)/.clients
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m llmaas_eval.house.voice
+	$(BIN)/python -m llmaas_eval.house.sizes
+	$(BIN)/python -m llmaas_eval.house.includes
 	git ls-files -z | xargs -0 $(BIN)/codespell
 
 # Build the documentation into build/site. Warnings are errors (--quiet would hide them from --strict), and nothing is fetched.

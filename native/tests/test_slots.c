@@ -1,4 +1,4 @@
-/* Slots: which channel gets one, and which has to give way. */
+/* Slots: which channel or expert gets one, and which has to give way. */
 #include "check.h"
 
 #include "stream/slots.h"
@@ -84,7 +84,43 @@ static void test_none(void) {
     llmaas_slots_free(NULL);
 }
 
+/* Return which expert's slot the given one takes over: N if it was free, -1 if it gets none. */
+static int replaced(llmaas_slots * slots, int expert, uint64_t turn, uint64_t now) {
+    bool had[N];
+    for (int i = 0; i < N; i++) {
+        had[i] = channels[i].slot >= 0;
+    }
+    CHECK(!had[expert]);
+    if (!llmaas_slots_replace(slots, &channels[expert], turn, now)) {
+        return -1;
+    }
+    CHECK(channels[expert].slot >= 0);
+    for (int i = 0; i < N; i++) {
+        if (had[i] && channels[i].slot < 0) {
+            return i;
+        }
+    }
+    return N;
+}
+
+static void test_experts_always_get_slots_unless_all_are_held(void) {
+    llmaas_slots * slots = slots_new(2);
+    CHECK(llmaas_slots_base(slots));
+    CHECK(replaced(slots, 0, 1, 1) == N && replaced(slots, 1, 2, 2) == N && llmaas_slots_count(slots) == 2);
+    CHECK(replaced(slots, 2, 3, 3) == 1); /* as often used as 0, but more recently */
+    channels[2].n_uses = 1;
+    CHECK(replaced(slots, 3, 4, 4) == 0); /* less often used than 2 */
+    CHECK(llmaas_slots_hold(slots, &channels[2], 6) && !llmaas_slots_hold(slots, &channels[2], 6));
+    CHECK(!llmaas_slots_hold(slots, &channels[2], 5));
+    CHECK(replaced(slots, 4, 5, 4) == -1); /* 3 is held at turn 4, and 2 until turn 6 */
+    CHECK(replaced(slots, 4, 5, 5) == 3);
+    llmaas_slots_clear(slots);
+    CHECK(replaced(slots, 5, 5, 5) == N && replaced(slots, 6, 5, 5) == N && replaced(slots, 7, 5, 5) == -1);
+    llmaas_slots_free(slots);
+}
+
 int main(void) {
+    test_experts_always_get_slots_unless_all_are_held();
     test_the_least_used_goes();
     test_nobody_goes_who_is_used_now();
     test_fewer_slots_then_more();

@@ -89,7 +89,7 @@ bool llmaas_pieces_use(
     return llmaas_arena_use(pieces->arena, piece, used, weight, n_before);
 }
 
-/* What the interval that ends has used is what counts as used of late. */
+/* At the end of an interval, the bytes that it used are those that count as used of late. */
 void llmaas_pieces_age(llmaas_pieces * pieces) {
     if (++pieces->n_graphs % AGE != 0) {
         return;
