@@ -76,11 +76,11 @@ class StoredPrompt(contextlib.ExitStack):
     def empty(self):
         """Remove the context from the engine and from the RAM tier."""
         self.engine.drop_resident()
-        shelf = self.store._residency
-        with shelf.lock:
+        residency = self.store._residency
+        with residency.lock:
             for chunk in self.store.tree:
                 if chunk.ram >= 0:
-                    shelf.evict_from_ram(chunk)
+                    residency.evict_from_ram(chunk)
 
     def bring(self):
         """Give the engine all cells; return the result of the load, or None without a load."""

@@ -99,9 +99,9 @@ def check(args: argparse.Namespace) -> int:
 
 def gc(args: argparse.Namespace) -> int:
     """Drop unreachable and unreadable chunks, erase free space, and shorten the files."""
-    tidied = _tidy(_directory(args), shrink=True)
-    text = f"{tidied.n_chunks} chunks dropped, {size_text(tidied.freed_bytes)} freed."
-    print_report(args, dataclasses.asdict(tidied), [text])
+    cleaned = _tidy(_directory(args), shrink=True)
+    text = f"{cleaned.n_chunks} chunks dropped, {size_text(cleaned.freed_bytes)} freed."
+    print_report(args, dataclasses.asdict(cleaned), [text])
     return 0
 
 
@@ -126,9 +126,9 @@ def forget(args: argparse.Namespace) -> int:
     """Remove contexts; chunks that other contexts share stay."""
     from llmaas_plugins.kv_chunks.maintenance.cleanup import StoreCleanup
 
-    upkeep = StoreCleanup(_directory(args))
+    cleanup = StoreCleanup(_directory(args))
     try:
-        known = upkeep.contexts()
+        known = cleanup.contexts()
         unknown = [name for name in args.contexts if name not in known]
         if unknown:
             raise StoreError(
@@ -136,17 +136,17 @@ def forget(args: argparse.Namespace) -> int:
                 "`llmaas store stats` lists the known contexts."
             )
         if args.all:
-            upkeep.forget_all()
+            cleanup.forget_all()
         for name in args.contexts:
-            upkeep.forget(name)
-        tidied = upkeep.finish(shrink=args.all)
+            cleanup.forget(name)
+        cleaned = cleanup.finish(shrink=args.all)
     finally:
-        upkeep.close()
+        cleanup.close()
     text = (
-        f"{tidied.n_contexts} contexts and {tidied.n_chunks} chunks removed, "
-        f"{size_text(tidied.freed_bytes)} freed."
+        f"{cleaned.n_contexts} contexts and {cleaned.n_chunks} chunks removed, "
+        f"{size_text(cleaned.freed_bytes)} freed."
     )
-    print_report(args, dataclasses.asdict(tidied), [text])
+    print_report(args, dataclasses.asdict(cleaned), [text])
     return 0
 
 
@@ -168,13 +168,15 @@ def _directory(args: argparse.Namespace) -> Path:
 def _tidy(directory: Path, *, shrink: bool) -> CleanupResult:
     from llmaas_plugins.kv_chunks.maintenance.cleanup import StoreCleanup
 
-    upkeep = StoreCleanup(directory)  # opening drops impossible rows, or sets a damaged index aside
+    cleanup = StoreCleanup(
+        directory
+    )  # opening drops impossible rows, or sets a damaged index aside
     try:
-        upkeep.drop_damaged(progress("checking", "chunk"))
-        upkeep.drop_unreachable()
-        return upkeep.finish(shrink=shrink)
+        cleanup.drop_damaged(progress("checking", "chunk"))
+        cleanup.drop_unreachable()
+        return cleanup.finish(shrink=shrink)
     finally:
-        upkeep.close()
+        cleanup.close()
 
 
 def _stats(contents: StoreSnapshot, budget: int) -> dict[str, Any]:

@@ -33,7 +33,8 @@ from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.kv_chunks.compression.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.compression.bit_allocator import BitAllocator
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
-from llmaas_plugins.kv_chunks.eligibility import spare_cells, why_unserved, why_unserved_cells
+from llmaas_plugins.kv_chunks.context_records import ContextRecords, alteration
+from llmaas_plugins.kv_chunks.eligibility import spare_cells, why_unserved
 from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget, token_bytes
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SEQUENCES
@@ -48,7 +49,7 @@ from llmaas_plugins.kv_chunks.transfer.staging import Staging
 from llmaas_plugins.kv_chunks.transfer.transfer import Transfer
 from llmaas_plugins.lazy import lazy
 from llmaas_plugins.model.digest import Digest, begin_digest, changed_in_place
-from llmaas_plugins.model.identity import cell_identity, hashed, is_rotation_off
+from llmaas_plugins.model.identity import hashed, is_rotation_off
 
 __all__ = ["KVChunks"]
 
@@ -75,12 +76,9 @@ class KVChunks:
         )
         self._engines_waited: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._by_ctx: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
-        self._contexts: dict[int, str | None] = {}
-        self._rotations_off: dict[int, bool] = {}
+        self._records = ContextRecords()
         self._digests: dict[int, Digest] = {}
-        self._refused: dict[int, str] = {}
         self._natives: dict[int, NativeContext] = {}
-        self._contexts_with_spare: set[int] = set()
         self._report = PluginCounters()
         self._background_failures = FailureLog(_log)
         self._uses_native_context = config.codec == "tolerance" or config.parked_tokens > 0
@@ -98,12 +96,14 @@ class KVChunks:
             try:
                 self._open()  # fail before the context exists
             except Exception:
-                create.checks.append(self._note(create.model, path, "its store is not open"))
+                create.checks.append(
+                    self._context_check(create.model, path, "its store is not open")
+                )
                 raise
             self._request_spare_cells(create)
             if create.load is not None:
                 self._digests[create.model] = begin_digest(create.load.files)  # needed soon
-        create.checks.append(self._note(create.model, path, reason))
+        create.checks.append(self._context_check(create.model, path, reason))
 
     def _request_spare_cells(self, create: ContextCreate) -> None:
         """Ask for the scratch sequence, and for spare cells for parked contexts."""
@@ -114,7 +114,7 @@ class KVChunks:
         create.params.n_seq_max = PARKED_SEQUENCES.stop if n_spare else SEQUENCES
         create.params.kv_unified = True
 
-    def _note(self, model: int, path: str, reason: str | None) -> Callable[[int], bool]:
+    def _context_check(self, model: int, path: str, reason: str | None) -> Callable[[int], bool]:
         """Return a check that records whether a new context is served.
 
         The check returns False if only the new context's cells show that it cannot be served.
@@ -122,17 +122,9 @@ class KVChunks:
         rotation_off = is_rotation_off()
 
         def made(ctx: int) -> bool:
-            found = reason or why_unserved_cells(ctx)
+            found = self._records.add(ctx, model, reason, rotation_off=rotation_off)
             with self._lock:
                 self._by_ctx.pop(ctx, None)  # an earlier context had this address
-                self._contexts[ctx] = found
-                self._rotations_off[ctx] = rotation_off
-                self._contexts_with_spare.discard(ctx)
-                if found is None and llama_cpp.llama_n_seq_max(ctx) > SEQUENCES:
-                    self._contexts_with_spare.add(ctx)
-                if found is not None:
-                    # the context may now be recreated without a check, at another address
-                    self._refused[model] = found
             if found is not None:
                 self._log_refusal(path, found)
             return found == reason
@@ -143,7 +135,7 @@ class KVChunks:
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Remember the native context; release the memory of all cells if there are spare ones."""
         self._natives[context.ctx] = context
-        if context.ctx in self._contexts_with_spare:
+        if self._records.has_spare(context.ctx):
             context.cells().release()
             context.narrow_attention = True  # skips the cells of parked contexts
 
@@ -273,7 +265,7 @@ class KVChunks:
 
     def _transfer(self, engine: Engine) -> Transfer | None:
         """Return an engine's transfer; None if it is not served or not identified yet."""
-        reason = _alteration(engine)  # check each time: older chunks would be wrong
+        reason = alteration(engine)  # check each time: older chunks would be wrong
         if reason is not None:
             self._log_refusal(engine.llama.model_path, reason)
             return None
@@ -283,14 +275,14 @@ class KVChunks:
         with self._lock:
             if engine in self._transfers:
                 return self._transfers[engine]
-            reason = self._reason(engine)
+            reason = self._records.why_unserved(engine)
             wait_s = _IDENTIFY_S if may_wait and engine not in self._engines_waited else 0.0
             if may_wait:
                 self._engines_waited.add(engine)
         identity = None
         try:
             if reason is None:
-                identity = self._identity(engine, wait_s)  # may wait, so hold no lock
+                identity = self._records.identity(engine, wait_s)  # may wait, so hold no lock
         except StoreError as error:
             reason = str(error)
         if reason is not None:
@@ -302,28 +294,6 @@ class KVChunks:
                 found = None if identity is None else self._make_transfer(engine, identity)
                 self._transfers[engine] = found
             return self._transfers[engine]
-
-    def _reason(self, engine: Engine) -> str | None:
-        """Return why an engine cannot be served, judging by how its context was made, or None."""
-        if engine.ctx in self._contexts and self._contexts[engine.ctx] is not None:
-            return self._contexts[engine.ctx]
-        if engine.ctx not in self._contexts or engine.n_seq_max < SEQUENCES:
-            return self._refused.get(engine.model, "its context was made before the activation")
-        return None
-
-    def _identity(self, engine: Engine, wait_s: float) -> dict[str, Any] | None:
-        """Return everything that determines the bytes of an engine's cells; None if not known yet.
-
-        Raises:
-            StoreError: It can never be known.
-        """
-        if engine.load is None:
-            raise StoreError("its model was loaded before the activation")
-        is_off = self._rotations_off[engine.ctx]
-        found = cell_identity(engine.llama, engine.load, rotation_off=is_off, wait_s=wait_s)
-        if found is None:
-            _log.info("contexts are not stored before the whole model file has been read once")
-        return found
 
     def _make_transfer(self, engine: Engine, values: Mapping[str, Any]) -> Transfer:
         @functools.cache
@@ -400,12 +370,3 @@ def _name_older(slab: Path) -> None:
             "no app needs them.",
             slab.parent,
         )
-
-
-def _alteration(engine: Engine) -> str | None:
-    """Return why an engine's cells no longer match its model as it was loaded, or None."""
-    if engine.alteration is not None:
-        return f"the app called {engine.alteration}"
-    if engine.load is not None and changed_in_place(engine.load.files):
-        return "its model file was written to while in use"
-    return None

@@ -18,7 +18,7 @@ from llama_cpp import Llama
 from llmaas_plugins import activate
 from llmaas_plugins.service import LLMService, ServiceConfig
 
-LATE = ("kv_chunks.plugin", "kv_chunks.plugin_counters", "kv_chunks.transfer")
+LATE = ("kv_chunks.plugin", "kv_chunks.plugin_counters", "kv_chunks.transfer.transfer")
 """Modules that an activation or an engine would import."""
 
 

@@ -19,7 +19,7 @@ from llmaas_eval.families import write_family
 from llmaas_hooks import PluginError, serving_context
 from llmaas_plugins import activate
 from llmaas_plugins._native import Codec, chunk_peek
-from llmaas_plugins.kv_chunks import plugin
+from llmaas_plugins.kv_chunks import context_records
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 
@@ -140,7 +140,7 @@ def test_only_the_first_request_waits_until_a_model_is_identified(make, suite, m
     with suite() as active:
         llama = make()
         with monkeypatch.context() as patch:
-            patch.setattr(plugin, "cell_identity", unknown)
+            patch.setattr(context_records, "cell_identity", unknown)
             for _ in range(2):
                 ask(llama, CHAT)
             active.settle()

@@ -46,11 +46,11 @@ def lose(suite, llama, prompt, indices):
 
 def leave_ram(suite, llama, prompt, indices=None):
     """Evict some or all of the prompt's chunks from RAM, leaving them on disk only."""
-    path, shelf = path_of(suite, llama, prompt), store_of(suite)._residency
-    with shelf.lock:
+    path, residency = path_of(suite, llama, prompt), store_of(suite)._residency
+    with residency.lock:
         for i, chunk in enumerate(path):
             if chunk.ram >= 0 and (indices is None or i in indices):
-                shelf.evict_from_ram(chunk)
+                residency.evict_from_ram(chunk)
 
 
 def restore(suite, llama, prompt):

@@ -140,13 +140,13 @@ def life(directory):
     last = state(store)
     store.close()
     yield last | {"counted": last["counted"] + counted}
-    upkeep = StoreCleanup(directory)
+    cleanup = StoreCleanup(directory)
     try:
-        upkeep.forget("f")
-        upkeep.drop_damaged()
-        upkeep.finish(shrink=True)
+        cleanup.forget("f")
+        cleanup.drop_damaged()
+        cleanup.finish(shrink=True)
     finally:
-        upkeep.close()
+        cleanup.close()
     gone = {wanted.key.hex() for wanted in chain(ROOT, F)}
     kept = [key for key in last["keys"] if key not in gone]
     yield last | {"keys": kept, "counted": last["counted"] + counted}

@@ -23,7 +23,7 @@ _BATCH_CHUNKS = 64
 
 
 class ChunkWriter:
-    """Writer of a store's chunks and index. Thread-safe; writes run outside the shelf's lock."""
+    """Writer of a store's chunks and index. Thread-safe; writes hold no lock of the residency."""
 
     def __init__(
         self, residency: ChunkResidency, disk: DiskStore, write_budget: int | None
