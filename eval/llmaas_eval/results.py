@@ -8,15 +8,19 @@ output was not kept.
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmaas_eval.markdown import table
 
-__all__ = ["RESULTS", "Result", "load", "main", "pages", "rewritten", "shown"]
+__all__ = ["RESULTS", "Result", "about", "load", "main", "pages", "rewritten", "shown", "write"]
 
 _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "eval" / "results"
@@ -53,6 +57,24 @@ class Result(NamedTuple):
         return f"{table(self.columns, self.rows, self.align)}\n\n*{about}*"
 
 
+def about() -> dict[str, Any]:
+    """Return the running command, the machine and the versions, as results state them."""
+    names = ("llama-cpp-python", "llmaas-plugins")
+    return {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "machine": f"{os.cpu_count()} cores of {_processor()}",
+        "versions": {name: version(name) for name in names},
+    }
+
+
+def write(path: Path, settings: dict[str, Any], rows: Sequence[Any], text: str) -> None:
+    """Write a study's rows to ``path`` with ``.json``, and its tables with ``.md``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = about() | {"settings": settings, "rows": rows}
+    path.with_suffix(".json").write_text(json.dumps(document), encoding="utf-8")
+    path.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
+
+
 def load(name: str) -> Result:
     """Read a result by its name."""
     return Result(**json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
@@ -79,6 +101,11 @@ def main() -> int:
     for page in pages():
         page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
+
+
+def _processor() -> str:
+    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    return found[1] if found else platform.machine()
 
 
 def _block(name: str) -> str:

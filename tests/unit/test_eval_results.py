@@ -1,5 +1,7 @@
 """The tables of the docs are those of ``eval/results``, and say how they were measured."""
 
+import json
+import os
 from collections import Counter
 
 import pytest
@@ -41,3 +43,15 @@ def test_changed_cells_are_written(tmp_path, monkeypatch):
     assert "|  | ms |\n|---|---:|\n| ours | 2.5 |\n" in found
     assert "*Command: `make bench`. Machine: not recorded. llama-cpp-python 0.3.36.*" in found
     assert results.rewritten(found) == found
+
+
+def test_studies_write_how_they_were_run(tmp_path, monkeypatch):
+    arguments = ["/usr/bin/python3", "-m", "llmaas_eval.knn", "users", "--data", "my data"]
+    monkeypatch.setattr(results.sys, "orig_argv", arguments)
+    results.write(tmp_path / "new" / "knn-users", {"n": 1}, [{"user": "a"}], "| user |")
+    found = json.loads((tmp_path / "new" / "knn-users.json").read_text())
+    assert found["command"] == "python -m llmaas_eval.knn users --data 'my data'"
+    assert found["machine"].startswith(f"{os.cpu_count()} cores of ")
+    assert set(found["versions"]) == {"llama-cpp-python", "llmaas-plugins"}
+    assert (found["settings"], found["rows"]) == ({"n": 1}, [{"user": "a"}])
+    assert (tmp_path / "new" / "knn-users.md").read_text() == "| user |\n"

@@ -30,6 +30,7 @@ from llmaas_eval.elastic.report import report
 from llmaas_eval.elastic.rows import as_json
 from llmaas_eval.elastic.study import PARTS, Plan, study
 from llmaas_eval.elastic.texts import windows_of
+from llmaas_eval.results import about
 
 __all__ = ["main"]
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from llmaas_eval.elastic.plots import draw
 
         draw(found, args.pictures)
-    sys.stdout.write(f"{json.dumps(as_json(found)) if args.json else report(found)}\n")
+    sys.stdout.write(f"{json.dumps(about() | as_json(found)) if args.json else report(found)}\n")
     return 0
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llmaas_eval.knn.scoring import Row
 from llmaas_eval.markdown import table
 from llmaas_eval.stats import Interval, Surprise, change, mean_change, perplexity
 
-__all__ = ["by_user", "changes_table", "means_table", "users_table", "write"]
+__all__ = ["as_json", "by_user", "changes_table", "means_table", "users_table"]
 
 By = dict[str, dict[str, Row]]
 
@@ -67,15 +65,8 @@ def means_table(rows: Sequence[Row], bases: Sequence[str]) -> str:
     return table(["method", "kept", *(f"to {base}" for base in bases)], lines)
 
 
-def write(path: Path, settings: Mapping[str, Any], rows: Sequence[Row], markdown: str) -> None:
-    """Write ``path`` with ``.json`` and ``.md``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"settings": dict(settings), "rows": [_as_json(row) for row in rows]}
-    path.with_suffix(".json").write_text(json.dumps(document), encoding="utf-8")
-    path.with_suffix(".md").write_text(f"{markdown}\n", encoding="utf-8")
-
-
-def _as_json(row: Row) -> dict[str, Any]:
+def as_json(row: Row) -> dict[str, Any]:
+    """Return a row for JSON."""
     return row._asdict() | {
         "mixture": row.mixture and row.mixture.as_json(),
         "surprise": {"nats": row.surprise.nats.tolist(), "n": row.surprise.n.tolist()},

@@ -20,6 +20,7 @@ from llmaas_eval.knn.scoring import Method, Plan, Row, study
 from llmaas_eval.knn.unrelated import unrelated
 from llmaas_eval.knn.users import USERS, load, split
 from llmaas_eval.markdown import table
+from llmaas_eval.results import write
 
 __all__ = ["FIGURES", "draw"]
 
@@ -44,7 +45,7 @@ def draw(name: str, options: Options) -> str:
         "n_test": options.plan.n_test,
         "n_held": options.plan.n_held,
     }
-    report.write(path, settings, rows, text)
+    write(path, settings, [report.as_json(row) for row in rows], text)
     return text
 
 

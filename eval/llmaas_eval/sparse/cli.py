@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from llmaas_eval.data import DATA
+from llmaas_eval.results import about
 from llmaas_eval.sparse.report import report
 from llmaas_eval.sparse.study import Plan, study
 from llmaas_eval.sparse.texts import read_texts
@@ -49,5 +50,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError as error:
         parser.error(str(error))
     found = study(model, texts, Plan())
-    sys.stdout.write(f"{json.dumps(found) if args.json else report(found)}\n")
+    sys.stdout.write(f"{json.dumps(about() | found) if args.json else report(found)}\n")
     return 0

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from llmaas_eval.markdown import table
 from llmaas_eval.stats import Interval, ratio_of_means
+from llmaas_eval.switching.figures import Case
 from llmaas_eval.switching.results import CallResult, RunResult
 
-__all__ = ["Summary", "markdown", "most_contexts", "ratio", "summary", "switches"]
+__all__ = ["Summary", "heading", "markdown", "most_contexts", "ratio", "summary", "switches"]
 
 _MIB = 1 << 20
 
@@ -114,6 +115,14 @@ def markdown(runs: Mapping[str, RunResult], ours: str | None) -> str:
         cells += [f"{s.written_mib:.1f}", f"{s.recomputed:.1%}"]
         lines.append([*cells, f"{s.peak_mib:.0f} of {s.limit_mib:.0f}"])
     return table(heads, lines)
+
+
+def heading(case: Case) -> str:
+    """Return the settings of a case as text."""
+    return (
+        f"{case.pattern}, {case.contexts} contexts of up to {case.max_tokens} tokens, budget "
+        f"{case.budget_share:g} of {case.budget_contexts}, a call in {case.rate_minutes:g} min"
+    )
 
 
 def _latencies(run: RunResult) -> NDArray[np.float64]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +22,6 @@ __all__ = [
     "quality_table",
     "recall_table",
     "task_table",
-    "write",
 ]
 
 _MIXED = "all"
@@ -133,14 +130,6 @@ def curves(rows: Sequence[Row], value: str) -> dict[str, tuple[list[float], list
         shares.append(_mean(points, "share"))
         values.append(_mean(points, value))
     return found
-
-
-def write(path: Path, settings: Mapping[str, Any], rows: Sequence[Row], markdown: str) -> None:
-    """Write ``path`` with the suffixes ``.json`` and ``.md``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"settings": dict(settings), "rows": rows}
-    path.with_suffix(".json").write_text(json.dumps(document), encoding="utf-8")
-    path.with_suffix(".md").write_text(f"{markdown}\n", encoding="utf-8")
 
 
 def _values(rows: Sequence[Row], key: str) -> NDArray[np.float64]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.data import chat_lines
+from llmaas_eval.results import write
 from llmaas_eval.tolerance import report
 from llmaas_eval.tolerance.arms import Arm, Row, ask, go_on, layer_damage
 from llmaas_eval.tolerance.engine import Engine
@@ -63,7 +64,7 @@ def draw(name: str, options: Options) -> str:
     with Engine(options.model) as engine:
         rows, text = FIGURES[name](engine, options, path)
     settings = {"figure": name, "model": options.model.name, "n_each": options.n_each}
-    report.write(path, settings | {"seed": options.seed}, rows, text)
+    write(path, settings | {"seed": options.seed}, rows, text)
     return text
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import llama_cpp
 
 from llmaas_eval.data import packaged_chats
+from llmaas_eval.results import about
 from llmaas_eval.window.report import report
 from llmaas_eval.window.study import measure, texts_of
 from llmaas_plugins.reference_model import reference_model_path
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{report(rows)}\n\n{len(texts)} texts of {args.tokens} tokens, window {args.window}\n"
     )
     if args.output is not None:
-        found = {
+        found = about() | {
             "window": args.window,
             "tokens": args.tokens,
             "texts": len(texts),
