@@ -18,7 +18,7 @@ from llmaas_hooks import ConfigError, Levels
 from llmaas_plugins.server.grammars import Wanted
 from llmaas_plugins.server.refusal import Refusal, mistakes
 from llmaas_plugins.server.upstream import server_engine
-from llmaas_plugins.service.levels import check_levels, levels_of
+from llmaas_plugins.service.level_arguments import check_levels, levels_of
 
 __all__ = ["LARGEST_FLOAT", "LONGEST_STOP", "MOST_STOPS", "check_body"]
 

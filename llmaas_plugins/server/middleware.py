@@ -32,7 +32,7 @@ from llmaas_plugins.server.metrics import Metrics
 from llmaas_plugins.server.origins import OriginCheck
 from llmaas_plugins.server.refusal import Refusal
 from llmaas_plugins.server.upstream import OpenCompletion, stream_failure
-from llmaas_plugins.service.levels import check_levels, levels_in_header
+from llmaas_plugins.service.level_arguments import check_levels, levels_in_header
 
 __all__ = ["RequestMiddleware", "Route", "route_of"]
 

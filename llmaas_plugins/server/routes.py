@@ -24,7 +24,7 @@ from llmaas_plugins.server.body_checks import LARGEST_FLOAT, LONGEST_STOP, MOST_
 from llmaas_plugins.server.metrics import CONTENT_TYPE_LATEST, Metrics
 from llmaas_plugins.server.refusal import error_body
 from llmaas_plugins.server.upstream import engine_lock
-from llmaas_plugins.service.levels import levels_of
+from llmaas_plugins.service.level_arguments import levels_of
 from llmaas_plugins.service.service import Context, LLMService
 
 __all__ = ["make_router"]

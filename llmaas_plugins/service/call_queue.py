@@ -17,8 +17,8 @@ from llmaas_hooks import ConfigError, Levels, LimitError, LlmaasError, StoreErro
 from llmaas_hooks.request_scope import at_levels, keep_scope, serving_context
 from llmaas_plugins.activation import Suite, active_suite
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.service.contexts import ContextLog, ContextRecord
-from llmaas_plugins.service.levels import check_levels
+from llmaas_plugins.service.context_log import ContextLog, ContextRecord
+from llmaas_plugins.service.level_arguments import check_levels
 from llmaas_plugins.service.reserve import Reserve
 from llmaas_plugins.service.window import Messages, Window, visible
 

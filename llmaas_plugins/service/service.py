@@ -20,8 +20,8 @@ from llmaas_hooks import ConfigError, LimitError
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.call_queue import CallQueue, Reply
-from llmaas_plugins.service.contexts import ContextLog, ContextRecord
-from llmaas_plugins.service.levels import LevelArgument, levels_of
+from llmaas_plugins.service.context_log import ContextLog, ContextRecord
+from llmaas_plugins.service.level_arguments import LevelArgument, levels_of
 from llmaas_plugins.service.state_lock import StateLock
 
 __all__ = ["App", "Context", "LLMService", "Reply"]

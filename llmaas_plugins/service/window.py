@@ -16,7 +16,7 @@ from typing import Any
 from llmaas_hooks import LimitError
 from llmaas_plugins.chats.prompts import prompt_tokens
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.service.contexts import ContextRecord
+from llmaas_plugins.service.context_log import ContextRecord
 
 __all__ = ["Messages", "Window", "prompt_length", "slide", "visible"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.knn_lm.archive.archive import Archive
-from llmaas_plugins.service.contexts import ContextLog, ContextRecord
+from llmaas_plugins.service.context_log import ContextLog, ContextRecord
 
 SECONDS = 60
 

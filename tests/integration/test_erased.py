@@ -15,7 +15,7 @@ from llmaas_plugins.files import sqlite_erasing
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.service import LLMService, ServiceConfig
 from llmaas_plugins.service.call_queue import CallQueue
-from llmaas_plugins.service.contexts import ContextLog
+from llmaas_plugins.service.context_log import ContextLog
 
 SECRET = "The zebra's passphrase is quartz-7741."
 KEPT = "You answer letters, and you never say more than you were asked about the weather. " * 2

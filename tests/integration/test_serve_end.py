@@ -13,7 +13,7 @@ from installing import install_plugin
 from served import ENDLESS, LONG_N_CTX, drain, launched, serving, wait_until
 
 from llmaas_hooks import LlmaasError
-from llmaas_plugins.service.contexts import ContextLog
+from llmaas_plugins.service.context_log import ContextLog
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")

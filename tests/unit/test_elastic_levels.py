@@ -11,7 +11,7 @@ import pytest
 from llmaas_hooks import ConfigError, Levels, request_scope
 from llmaas_plugins import activate, elastic
 from llmaas_plugins.elastic.levels import level_index
-from llmaas_plugins.service.levels import check_levels, levels_in_header, levels_of
+from llmaas_plugins.service.level_arguments import check_levels, levels_in_header, levels_of
 
 TENTHS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 

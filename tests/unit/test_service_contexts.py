@@ -12,7 +12,7 @@ import time
 import pytest
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.service.contexts import ContextLog, ContextRecord
+from llmaas_plugins.service.context_log import ContextLog, ContextRecord
 
 MESSAGES = [
     {"role": "system", "content": "Be kind.\n\t\x00"},
@@ -182,7 +182,7 @@ def test_close_leaves_one_file(log, folder):
 def test_committed_before_a_kill(folder):
     script = (
         "import os, signal, sys, pathlib\n"
-        "from llmaas_plugins.service.contexts import ContextLog, ContextRecord\n"
+        "from llmaas_plugins.service.context_log import ContextLog, ContextRecord\n"
         "log = ContextLog(pathlib.Path(sys.argv[1]))\n"
         "log.add(ContextRecord('a', 'mail', n_tokens=5), 9)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

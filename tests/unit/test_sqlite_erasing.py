@@ -15,7 +15,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.files.sqlite_erasing import Eraser, connect
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, IndexUpdate
-from llmaas_plugins.service.contexts import ContextLog, ContextRecord
+from llmaas_plugins.service.context_log import ContextLog, ContextRecord
 
 
 def left_in(folder, texts):

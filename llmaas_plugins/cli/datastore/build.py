@@ -199,7 +199,7 @@ def _conversations(args: argparse.Namespace) -> list[tuple[Conversation, str]]:
         raise ConfigError("nothing to add: name a chat export, or --service-log DIR")
     found = [(one, path.name) for path in args.exports for one in load_conversations(path)]
     if args.service_log is not None:
-        from llmaas_plugins.service.contexts import read_log
+        from llmaas_plugins.service.context_log import read_log
 
         for record in read_log(args.service_log):
             messages = tuple(Message(m["role"], m["content"]) for m in record.messages)  # type: ignore[arg-type]
