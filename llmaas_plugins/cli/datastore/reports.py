@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from llmaas_plugins.knn_lm.archive.archive import Archive, ConversationInfo
+    from llmaas_plugins.knn_lm.archive.archive import Archive
+    from llmaas_plugins.knn_lm.archive.conversation_info import ConversationInfo
     from llmaas_plugins.knn_lm.datastore.summary import DatastoreSummary
 
 __all__ = [

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from llmaas_hooks import StoreError
 from llmaas_plugins.chats.exports import Message
 from llmaas_plugins.files.store_lock import lock, unlock
+from llmaas_plugins.knn_lm.archive.conversation_info import ConversationInfo, conversation_info
 from llmaas_plugins.knn_lm.archive.erasure import erase_records
 from llmaas_plugins.knn_lm.archive.files import (
     FILES,
@@ -35,41 +36,10 @@ from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.archive.record import Record, encode_record
 from llmaas_plugins.knn_lm.archive.segments import ArchiveSegment, Binding, StoredRecord
 
-__all__ = ["Archive", "ConversationInfo", "ErasedRecords"]
+__all__ = ["Archive", "ErasedRecords"]
 
 _log = logging.getLogger("llmaas.knn_lm")
 _MOST_SEGMENT_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ConversationInfo:
-    """A conversation in the archive, without its messages.
-
-    Attributes:
-        number: The conversation's number, which the archive never gives to another conversation.
-        id: The conversation's id in hexadecimal digits, derived from its app, title and messages.
-        title: The conversation's title.
-        app: App that the conversation belongs to.
-        is_shared: Whether the conversation belongs to no app, so that every app may use it.
-        source: Name of the file that the conversation came from.
-        added: Time when the conversation was added, in seconds since 1970.
-        n_messages: Number of messages.
-        n_tokens: Number of tokens.
-        n_pairs: Number of pairs made from the conversation.
-        n_bytes: Bytes that the conversation takes on disk.
-    """
-
-    number: int
-    id: str
-    title: str
-    app: str
-    is_shared: bool
-    source: str
-    added: float
-    n_messages: int
-    n_tokens: int
-    n_pairs: int
-    n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +149,7 @@ class Archive:
     def conversations(self) -> list[ConversationInfo]:
         """Describe the conversations, in order."""
         with self._trouble("read"):
-            return [_info(*place) for place in self._places.values()]
+            return [conversation_info(*place) for place in self._places.values()]
 
     def messages(self, id_: bytes) -> tuple[Message, ...]:
         """Return the messages of a conversation.
@@ -376,16 +346,6 @@ class Archive:
                 f"cannot {action} {FILES.kind} {self.directory}: {error.strerror or error}. Fix "
                 "that and try again; no stored data is lost."
             ) from error
-
-
-def _info(segment: ArchiveSegment, stored: StoredRecord) -> ConversationInfo:
-    meta, header = segment.meta(stored), stored.header
-    conversation = meta.conversation
-    return ConversationInfo(
-        header.number, header.id.hex(), conversation.title, conversation.app,
-        conversation.is_shared, meta.source, meta.added, len(conversation.messages),
-        header.n_tokens, header.n_pairs, header.n_bytes,
-    )  # fmt: skip
 
 
 def _described(binding: Binding) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.knn_lm.archive.archive import Archive, ConversationInfo
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.conversation_info import ConversationInfo
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.build.archive_source import (
     ArchiveSource,

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmaas_plugins.knn_lm.archive.archive import Archive, ConversationInfo
+from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.conversation_info import ConversationInfo
 from llmaas_plugins.knn_lm.build.archive_source import ArchiveSource, SelectionParams
 from llmaas_plugins.knn_lm.datastore.distances import squared_distances
 from llmaas_plugins.knn_lm.mixing.grid_search import HeldOut
