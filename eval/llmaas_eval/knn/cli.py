@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmaas_eval.data import DATA
 from llmaas_eval.knn.methods import METHODS
 from llmaas_eval.knn.options import Options
 from llmaas_eval.knn.scoring import Plan
@@ -31,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m llmaas_eval.knn", description=__doc__)
     parser.add_argument("figure", choices=FIGURES, help=_HELP)
-    parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="folder with the data sets; default %(default)s"
+    )
     parser.add_argument("--model", type=Path, help="GGUF file; default the packaged model")
     parser.add_argument("--users", nargs="+", choices=USERS, help="users; default all")
     parser.add_argument(

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmaas_eval.data import DATA
 from llmaas_eval.tolerance.study import DEFAULT_N, FIGURES, Options, draw
 from llmaas_eval.weights import f16_copy
 from llmaas_plugins.reference_model import reference_model_path
@@ -24,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write ``tolerance-FIGURE.json``, ``.md`` and ``.png``, and print the text."""
     parser = argparse.ArgumentParser(prog="python -m llmaas_eval.tolerance", description=__doc__)
     parser.add_argument("figure", choices=FIGURES, help=_HELP)
-    parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="folder with the data sets; default %(default)s"
+    )
     parser.add_argument(
         "--model",
         type=Path,
