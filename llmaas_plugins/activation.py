@@ -100,9 +100,14 @@ class Suite:
                 return
             if _log.isEnabledFor(logging.INFO):
                 self._log_reports()
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def nest(self) -> None:
+        """Count one more activation, which one more ``deactivate`` ends."""
+        self._depth += 1
+
+    def close(self) -> None:
+        """Revert the patches and close the plugins, however many activations are open."""
         global _active  # noqa: PLW0603  one activation per process, because patches are global
         _active = None
         try:
@@ -183,7 +188,7 @@ def activate(
             _close_at_exit()
             _say_what_is_without_effect(wanted)
         elif _active.config == wanted and not listeners:
-            _active._depth += 1
+            _active.nest()
         else:
             raise ConfigError(
                 "llmaas_plugins is active with another configuration. Under `llmaas run` or "
@@ -208,7 +213,7 @@ def _exit() -> None:
     """Finish the active suite's writes without logging reports."""
     with _lock:
         if _active is not None:
-            _active._close()
+            _active.close()
 
 
 def active_suite() -> Suite | None:

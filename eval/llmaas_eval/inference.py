@@ -157,10 +157,9 @@ def _idle() -> None:
     """Wait for the suite's background work, which a real app does while the user reads."""
     if _suite is not None:
         _suite.settle()
-        plugin = _suite.hooks._pm.get_plugin("kv_chunks")
-        if plugin is not None:
+        if "kv_chunks" in _suite.hooks.names():
             # queued last, so it runs after all writes and read-backs
-            plugin._workers.write.submit(int).result()
+            _suite.plugin("kv_chunks")._workers.write.submit(int).result()
 
 
 def _random_tokens(seed: int, n: int) -> list[int]:

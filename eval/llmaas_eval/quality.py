@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.data import packaged_chats
+from llmaas_patches.internals import decode_all
 from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.model.forward import log_softmax
 
@@ -79,8 +80,7 @@ def _ask(llama: Any, tokens: Sequence[int]) -> None:
 
 
 def _log_probabilities(llama: Any, n_past: int, batch: Sequence[int]) -> NDArray[np.float64]:
-    llama._batch.set_batch(batch=batch, n_past=n_past, logits_all=True)
-    llama._ctx.decode(llama._batch)
+    decode_all(llama, batch, n_past)
     rows = llama_cpp.llama_get_logits(llama.ctx)
     logits = np.ctypeslib.as_array(rows, shape=(len(batch), llama.n_vocab()))
     return log_softmax(logits.astype(np.float64))

@@ -121,7 +121,7 @@ def _tell(ones: Iterable[Forked]) -> None:
 def _after(*, in_child: bool) -> None:
     if in_child:
         for one in list(_locks):
-            if not one._is_owned():
-                one._at_fork_reinit()
+            if not one._is_owned():  # noqa: SLF001  as `threading` does after a fork
+                one._at_fork_reinit()  # noqa: SLF001
     while _held.told:
         _held.told.pop().after_fork(in_child=in_child)

@@ -86,8 +86,8 @@ class _Listener:
     """The attributes of a ``Llama`` that chat handlers need to make a prompt."""
 
     def __init__(self, llama: Any) -> None:
-        self.chat_format, self.chat_handler = llama.chat_format, llama.chat_handler
-        self._chat_handlers = llama._chat_handlers
+        # the format, the handler, and the handlers made from the model's metadata
+        vars(self).update({name: value for name, value in vars(llama).items() if "chat" in name})
         self.tokenize, self.verbose = llama.tokenize, llama.verbose
 
     def create_completion(self, prompt: object, **_: Any) -> Any:

@@ -114,7 +114,7 @@ class _Module:
         # `__main__` at
         # the end of the module, while its threads and atexit functions still need it.
         _new_main()
-        runpy._run_module_as_main(self._name)  # type: ignore[attr-defined]
+        runpy._run_module_as_main(self._name)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 class _Script:

@@ -65,6 +65,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(
             f"{error.name} is not installed. Try `pip install 'llmaas-plugins[server]'`."
         ) from error
+    from llmaas_patches.internals import server_engine
     from llmaas_plugins.activation import activate
     from llmaas_plugins.server.admission import Admission
     from llmaas_plugins.server.api_keys import ApiKeys, read_key_file
@@ -72,7 +73,6 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     from llmaas_plugins.server.metrics import Metrics
     from llmaas_plugins.server.origins import OriginCheck
     from llmaas_plugins.server.shutdown import Shutdown
-    from llmaas_plugins.server.upstream import server_engine
     from llmaas_plugins.service.service import LLMService
 
     server_settings, model_settings = _settings(args, rest)

@@ -65,7 +65,7 @@ class StateFiles(Recompute):
 
     def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
         llama, n_read = self._llama, ctypes.c_size_t()
-        llama._ctx.kv_cache_seq_rm(0, -1, -1)
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(llama.ctx), 0, -1, -1)
         room = (ctypes.c_int32 * llama.n_ctx())()
         done = llama_cpp.llama_state_seq_load_file(
             llama.ctx, self._path(context), 0, room, len(room), ctypes.byref(n_read)
@@ -100,7 +100,8 @@ class DiskCache(Recompute):
         except KeyError:
             return
         kept = Llama.longest_token_prefix(item.input_ids.tolist(), list(prompt))
-        resident = Llama.longest_token_prefix(self._llama._input_ids.tolist(), list(prompt))
+        held = self._llama.input_ids[: self._llama.n_tokens].tolist()
+        resident = Llama.longest_token_prefix(held, list(prompt))
         if kept > resident:
             self._llama.load_state(item)
 
@@ -146,6 +147,6 @@ SYSTEMS: dict[str, type[Recompute]] = {
 
 
 def _set_resident(llama: Llama, tokens: Tokens) -> None:
+    """Record restored tokens; as the next prompt is longer, ``Llama`` evaluates before sampling."""
     llama.n_tokens = len(tokens)
     llama.input_ids[: len(tokens)] = tokens
-    llama._requires_eval = True

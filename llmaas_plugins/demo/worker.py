@@ -220,7 +220,7 @@ class _Worker:
     ) -> str:
         text = self._llama.detokenize(reply).decode(errors="replace").strip()
         state.messages = [*messages, {"role": "assistant", "content": text}]
-        state.tokens = np.array(self._llama._input_ids, dtype=np.int32)
+        state.tokens = np.array(self._llama.input_ids[: self._llama.n_tokens], dtype=np.int32)
         return text
 
     def _enter_s(self, measured: float) -> float:

@@ -131,7 +131,7 @@ class ElasticModels:
             is_declined = "elastic" in request.declined
             self._n_switches += context.begin(_WHOLE if is_declined else wanted)
             if context.level != context.evaluated:
-                request.engine.llama._requires_eval = True
+                request.engine.require_evaluation()
 
     @hookimpl
     def llmaas_app_batch(self, ctx: int, scope: RequestScope) -> None:

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from llama_cpp.server.app import create_app
 from starlette.exceptions import HTTPException
 
+from llmaas_patches.internals import server_engine
 from llmaas_plugins.model.loading import load_errors
 from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.confinement import confine_grammars
@@ -20,7 +21,7 @@ from llmaas_plugins.server.grammars import Grammars
 from llmaas_plugins.server.middleware import RequestMiddleware
 from llmaas_plugins.server.refusal import error_body, mistakes
 from llmaas_plugins.server.routes import make_router
-from llmaas_plugins.server.upstream import OpenCompletion, explain_mistakes, server_engine
+from llmaas_plugins.server.upstream import OpenCompletion, explain_mistakes
 from llmaas_plugins.service.service import LLMService
 
 __all__ = ["explain_refusals", "make_application"]

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from llmaas_hooks import ConfigError, Levels
+from llmaas_patches.internals import server_engine
 from llmaas_plugins.server.grammars import Wanted
 from llmaas_plugins.server.refusal import Refusal, mistakes
-from llmaas_plugins.server.upstream import server_engine
 from llmaas_plugins.service.level_arguments import check_levels, levels_of
 
 __all__ = ["LARGEST_FLOAT", "LONGEST_STOP", "MOST_STOPS", "check_body"]

@@ -6,21 +6,18 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from llama_cpp import _internals, llama_cpp, llama_grammar
+from llama_cpp import llama_cpp
 
+from llmaas_patches.grammars import (
+    SamplerLink,
+    call_at_close,
+    grammar_text,
+    replace_grammars,
+)
 from llmaas_plugins.server.grammars import Grammars, Running
 from llmaas_plugins.server.refusal import Refusal
 
 __all__ = ["confine_grammars"]
-
-
-class _Sampler(_internals.CustomSampler):
-    """A link in llama.cpp's sampler chain for a grammar that runs in another process."""
-
-    def __init__(self, running: Running) -> None:
-        super().__init__(running.apply)
-        self._accept = llama_cpp.llama_sampler_i_accept(lambda _, token: running.accept(token))
-        self.sampler.iface.contents.accept = self._accept
 
 
 def confine_grammars(grammars: Grammars, refuse: Callable[[Refusal], NoReturn]) -> None:
@@ -39,17 +36,18 @@ def confine_grammars(grammars: Grammars, refuse: Callable[[Refusal], NoReturn]) 
             refuse(refusal)
 
     def add_grammar(chain: Any, _model: Any, grammar: Any) -> None:
-        if not grammar._grammar:
+        text = grammar_text(grammar)
+        if not text:
             return
         try:
-            running = grammars.run(grammar._grammar)
+            running = grammars.run(text)
         except Refusal as refusal:
             refuse(refusal)
-        sampler = _Sampler(running)
+        sampler = SamplerLink(running.apply, running.accept)
         llama_cpp.llama_sampler_chain_add(chain.sampler, sampler.get_sampler())
         place = llama_cpp.llama_sampler_chain_n(chain.sampler) - 1
         chain.custom_samplers.append((place, sampler))
-        chain._exit_stack.callback(running.close)
+        call_at_close(chain, running.close)
         chain.sample = functools.partial(sample, chain.sample, running)
 
     def sample(inner: Callable[..., int], running: Running, *args: Any, **kwargs: Any) -> int:
@@ -59,5 +57,4 @@ def confine_grammars(grammars: Grammars, refuse: Callable[[Refusal], NoReturn]) 
             refuse(refusal)
         return inner(*args, **kwargs)
 
-    llama_grammar.json_schema_to_gbnf = convert
-    _internals.LlamaSampler.add_grammar = add_grammar
+    replace_grammars(convert, add_grammar)

@@ -43,7 +43,7 @@ class Connection(H11Protocol):
         self._limits = limits
         self._keys = keys
         self._is_known = False
-        self._is_dropped = False
+        self.is_dropped = False
         self._since = self.loop.time()
         self._deadlines: dict[str, TimerHandle] = {}
 
@@ -52,10 +52,10 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # so that writing pauses when any byte is not taken
         self._watch_request()
-        connections = [found for found in self.connections if not found._is_dropped]
+        connections = [found for found in self.connections if not found.is_dropped]
         if len(connections) > self._limits.max_connections:
-            idle = [found for found in connections if found is not self and found._may_go()]
-            min(idle, key=Connection._rank, default=self)._drop()
+            idle = [found for found in connections if found is not self and found.may_go()]
+            min(idle, key=Connection._rank, default=self).drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadlines of a closed connection."""
@@ -106,14 +106,16 @@ class Connection(H11Protocol):
         else:
             self._done("request")
 
-    def _may_go(self) -> bool:
+    def may_go(self) -> bool:
+        """Return whether the connection can be dropped for a new one."""
         return not self._is_known or self._is_request_incomplete()
 
     def _rank(self) -> tuple[bool, float]:
         return self._is_known, self._since
 
-    def _drop(self) -> None:
-        self._is_dropped = True
+    def drop(self) -> None:
+        """Close the connection; answer that there are too many, unless an answer has begun."""
+        self.is_dropped = True
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
             self.transport.write(_too_many(self._limits.max_connections))
         self.transport.abort()

@@ -19,7 +19,7 @@ from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletion
 
 from llmaas_plugins.server.refusal import Refusal, error_body
 
-__all__ = ["OpenCompletion", "engine_lock", "explain_mistakes", "server_engine", "stream_failure"]
+__all__ = ["OpenCompletion", "engine_lock", "explain_mistakes", "stream_failure"]
 
 _MISTAKES = re.compile(
     r"can only concatenate str|logprobs is not supported|not found in tools|invalid literal for int"
@@ -30,11 +30,6 @@ _TOO_LONG = re.compile("exceed context window")
 engine_lock: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.asynccontextmanager(
     server.get_llama_proxy
 )
-
-
-def server_engine() -> Any:
-    """Return the ``Llama`` that llama_cpp.server has loaded."""
-    return server._llama_proxy()
 
 
 class OpenCompletion:

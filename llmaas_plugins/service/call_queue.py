@@ -15,6 +15,7 @@ from llama_cpp import llama_cpp
 
 from llmaas_hooks import ConfigError, Levels, LimitError, LlmaasError, StoreError, forks
 from llmaas_hooks.request_scope import at_levels, keep_scope, serving_context
+from llmaas_patches.grammars import grammar_text
 from llmaas_plugins.activation import Suite, active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.context_log import ContextLog, ContextRecord
@@ -286,7 +287,7 @@ def _check_grammar(llama: Any, grammar: Any) -> None:
     Raises:
         ConfigError: llama.cpp cannot parse the grammar.
     """
-    text = getattr(grammar, "_grammar", None)
+    text = grammar_text(grammar)
     if not text:
         return
     vocab = llama_cpp.llama_model_get_vocab(llama.model)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from llmaas_hooks import ConfigError, LimitError
+from llmaas_hooks import ConfigError, Levels, LimitError
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.call_queue import CallQueue, Reply
@@ -146,14 +146,31 @@ class App:
         Raises:
             LookupError: The app has no context of that name.
         """
-        self._record(context_id)
+        self.record(context_id)
         return Context(context_id, self)
 
-    def _record(self, context_id: str) -> ContextRecord:
+    def record(self, context_id: str) -> ContextRecord:
+        """Return a context's messages and sizes.
+
+        Raises:
+            LookupError: The app has no context of that name.
+        """
         record = self._log.get(context_id, self.name)
         if record is None:
             raise self._unknown(context_id)
         return record
+
+    def stream(
+        self, context_id: str, prompt: str, levels: Levels, sampling: dict[str, Any]
+    ) -> Generator[str, None, Reply]:
+        """Generate a reply in a context, as ``Context.stream`` does."""
+        return self._queue.run(lambda: self.record(context_id), prompt, levels, sampling)
+
+    def delete(self, context_id: str) -> int:
+        """Delete a context, as ``Context.delete`` does."""
+        if not self._queue.reserve.lent_to(lambda: self._log.delete(context_id, self.name)):
+            raise self._unknown(context_id)
+        return self._queue.forget([context_id])
 
     def _unknown(self, context_id: str) -> LookupError:
         return LookupError(f"app {self.name!r} has no context {context_id!r}")
@@ -202,7 +219,7 @@ class Context:
         A stream that is closed early leaves the context as it was before the call.
         """
         levels = levels_of(level)
-        return self.app._queue.run(lambda: self.app._record(self.id), prompt, levels, sampling)
+        return self.app.stream(self.id, prompt, levels, sampling)
 
     def record(self) -> ContextRecord:
         """Return the context's messages and sizes.
@@ -210,7 +227,7 @@ class Context:
         Raises:
             LookupError: The context was deleted.
         """
-        return self.app._record(self.id)
+        return self.app.record(self.id)
 
     def delete(self) -> int:
         """Delete the context's text, and its KV in every tier; return the bytes of KV freed.
@@ -225,10 +242,7 @@ class Context:
             StoreError: The text could not be erased, for instance because another process reads the
                 file.
         """
-        app = self.app
-        if not app._queue.reserve.lent_to(lambda: app._log.delete(self.id, app.name)):
-            raise app._unknown(self.id)
-        return app._queue.forget([self.id])
+        return self.app.delete(self.id)
 
 
 def _is_llama(engine: object) -> bool:

@@ -16,6 +16,7 @@ from llama_cpp import Llama, llama_cpp
 from llmaas_hooks import HookManager, ModelLoad, Tokens, common_prefix, forks
 from llmaas_patches.background import BackgroundWork
 from llmaas_patches.cell_tracker import CellTracker, Due
+from llmaas_patches.internals import require_evaluation
 
 __all__ = ["OUTPUTS", "LlamaEngine", "Outputs"]
 
@@ -33,11 +34,13 @@ class Outputs:
         ctx: Address of the context.
         app_reads_all: Whether the app created its ``Llama`` with ``logits_all``.
         first: First position from which all tokens give logits; None outside of prompts.
+        wants: Function of a batch's size: whether all of its tokens give logits.
     """
 
     ctx: int
     app_reads_all: bool
     first: int | None = None
+    wants: Callable[[int], bool] | None = None
 
 
 class LlamaEngine:
@@ -145,7 +148,8 @@ class LlamaEngine:
             return None
         first, llama = max(0, n_prompt - self.n_outputs), self.llama
         if llama.n_tokens > first:
-            llama.n_tokens, llama._requires_eval = first, True
+            llama.n_tokens = first
+            require_evaluation(llama)
         return first
 
     @contextmanager
@@ -185,6 +189,14 @@ class LlamaEngine:
         calls = self._tracker.alterations[1 if self.llama.lora_path else 0 :]
         return calls[0] if calls else None
 
+    def keep_rows(self, wants: Callable[[int], bool]) -> None:
+        """Keep the logits of every token of batches whose size ``wants`` accepts."""
+        self._outputs.wants = wants
+
+    def require_evaluation(self) -> None:
+        """Make ``Llama`` evaluate at least one token before it samples."""
+        require_evaluation(self.llama)
+
     def has_cells(self, n: int) -> bool:
         """Return whether sequence 0 covers at least positions 0 to ``n - 1``."""
         memory = llama_cpp.llama_get_memory(self.ctx)
@@ -208,7 +220,7 @@ class LlamaEngine:
         llama = self.llama
         llama.n_tokens = len(tokens)
         llama.input_ids[: len(tokens)] = tokens
-        llama._requires_eval = True
+        require_evaluation(llama)
 
     def reusable_tokens(self) -> Tokens:
         """Return the leading ``resident_tokens`` whose cells may be saved or reused.

@@ -13,11 +13,12 @@ import weakref
 
 import numpy as np
 import pytest
+from drafting import attach
 from llama_cpp import Llama, LlamaGrammar, llama_speculative
 from soak import scale
 
 from llmaas_eval.families import write_family
-from llmaas_plugins.knn_lm.drafts.attachment import attach, measured_costs
+from llmaas_plugins.knn_lm.drafts.attachment import measured_costs
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
 PROMPTS = (

@@ -13,10 +13,11 @@ from llama_cpp import llama_cpp
 from llama_cpp._logger import set_verbose
 from numpy.typing import NDArray
 
+from llmaas_patches.internals import real_n_ctx
 from llmaas_plugins import _native
 from llmaas_plugins._native import KVGeometry
 
-__all__ = ["BLOCK_CELLS", "SequenceEngine", "learn_geometry", "real_cells", "token_bytes"]
+__all__ = ["BLOCK_CELLS", "SequenceEngine", "learn_geometry", "token_bytes"]
 
 _Bytes = ctypes.POINTER(ctypes.c_uint8)
 BLOCK_CELLS = 256
@@ -59,7 +60,7 @@ class SequenceEngine:
         self.ctx: Any = llama_cpp.llama_init_from_model(self._model, params)
         if self.ctx is None:
             raise RuntimeError(f"llama.cpp could not make a context of {params.n_ctx} cells")
-        self.n_cells = real_cells(self.ctx)
+        self.n_cells = real_n_ctx(self.ctx)
         self._scratch = n_sequences
         self._memory = llama_cpp.llama_get_memory(self.ctx)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(
@@ -132,11 +133,6 @@ def token_bytes(model: Path) -> int:
 
     head = number("embedding_length") // number("attention.head_count")
     return 2 * 2 * head * number("attention.head_count_kv") * number("block_count")
-
-
-def real_cells(ctx: Any) -> int:
-    """Return a context's number of cells from the library itself, not as apps see it."""
-    return int(llama_cpp._lib.llama_n_ctx(ctx))
 
 
 def learn_geometry(ctx: Any) -> KVGeometry:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.stats import median_interval
+from llmaas_patches.internals import decode_all
 from llmaas_plugins.chats.exports import load_conversations
 
 __all__ = ["WAYS", "Reader", "Row", "Way", "cut", "measure", "texts_of"]
@@ -131,8 +132,7 @@ class Reader:
 
     def _evaluate(self, tokens: Line) -> NDArray[np.float64]:
         llama = self._llama
-        llama._batch.set_batch(batch=tokens, n_past=self.n_cells, logits_all=True)
-        llama._ctx.decode(llama._batch)
+        decode_all(llama, tokens, self.n_cells)
         self.n_cells += len(tokens)
         self.n_evaluated += len(tokens)
         rows = llama_cpp.llama_get_logits(llama.ctx)

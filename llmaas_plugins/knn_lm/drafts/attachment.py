@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,15 @@ BATCH_SIZES = (1, 2, 4, 8, 16)
 _N_ROUNDS = 5
 
 
-def attach(llama: Llama, draft: DatastoreDraft) -> None:
+def attach(
+    llama: Llama, draft: DatastoreDraft, keep_rows: Callable[[Callable[[int], bool]], None]
+) -> None:
     """Attach ``draft`` to ``llama`` from its next call on, without the cost of ``logits_all``.
 
     Args:
         llama: Engine that was made without a draft model.
         draft: Draft model, which belongs to this engine from now on.
+        keep_rows: ``Engine.keep_rows`` of this engine.
 
     Raises:
         ValueError: The engine cannot remove proposed tokens, or has no room for them.
@@ -41,25 +44,23 @@ def attach(llama: Llama, draft: DatastoreDraft) -> None:
     largest = max(draft.costs)
     if reason := _unsupported(llama, largest):
         raise ValueError(f"no drafts: {reason}")
-    if "set_batch" not in vars(llama._batch):
-        llama._batch.set_batch = _with_every_row(llama)
+    keep_rows(_may_propose(llama))
     draft.n_ctx = min(llama.n_ctx(), len(llama.input_ids))
     llama.draft_model = draft
 
 
-def _with_every_row(llama: Llama) -> Callable[[Sequence[int], int, bool], None]:
-    """Return a ``set_batch`` that keeps all rows of batches that may contain proposals.
+def _may_propose(llama: Llama) -> Callable[[int], bool]:
+    """Return a function of a batch's size: whether the batch may contain proposals.
 
     The function does not keep the engine alive, nor a draft that was detached from it.
     """
-    engine, set_batch = weakref.ref(llama), llama._batch.set_batch
+    engine = weakref.ref(llama)
 
-    def with_every_row(batch: Sequence[int], n_past: int, logits_all: bool) -> None:
+    def may_propose(n_tokens: int) -> bool:
         draft = getattr(engine(), "draft_model", None)
-        is_small = isinstance(draft, DatastoreDraft) and len(batch) <= max(draft.costs)
-        set_batch(batch, n_past, logits_all or is_small)
+        return isinstance(draft, DatastoreDraft) and n_tokens <= max(draft.costs)
 
-    return with_every_row
+    return may_propose
 
 
 def measured_costs(llama: Llama, sizes: Iterable[int] = BATCH_SIZES) -> dict[int, float]:

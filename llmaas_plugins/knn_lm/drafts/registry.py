@@ -124,7 +124,7 @@ class DraftRegistry:
             draft = DatastoreDraft(archive.tokens(id_) for id_ in ids)
         llama = engine.llama
         try:
-            attach(llama, draft)
+            attach(llama, draft, engine.keep_rows)
         except ValueError as error:
             self._warn_once(engine, str(error))
             return None

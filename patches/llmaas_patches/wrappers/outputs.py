@@ -21,10 +21,13 @@ def wrap_set_batch(host: Host, original: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(original)
     def set_batch(self: Any, batch: Sequence[int], n_past: int, logits_all: bool) -> None:
-        original(self, batch, n_past, logits_all)
         outputs = getattr(self, OUTPUTS, None)
         if outputs is None:
+            original(self, batch, n_past, logits_all)
             return
+        if outputs.wants is not None:
+            logits_all = logits_all or outputs.wants(len(batch))
+        original(self, batch, n_past, logits_all)
         has_more = logits_all and not outputs.app_reads_all
         if outputs.first is not None and not outputs.app_reads_all:
             for i in range(max(0, outputs.first - n_past), len(batch) - 1):

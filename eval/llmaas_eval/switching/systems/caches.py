@@ -6,6 +6,8 @@ import contextlib
 import io
 from typing import Any
 
+from llama_cpp import llama_cpp
+
 from llmaas_eval.switching.engine import learn_geometry
 from llmaas_eval.switching.steps import Step
 from llmaas_eval.switching.systems.base import Entered, Setting, room_beside_cells
@@ -44,7 +46,8 @@ class _Cache(OneContext):
 
     def enter(self, step: Step) -> Entered:
         prompt = step.before.tolist()
-        n_resident = self._llama.longest_token_prefix(self._llama._input_ids.tolist(), prompt)
+        held = self._llama.input_ids[: self._llama.n_tokens].tolist()
+        n_resident = self._llama.longest_token_prefix(held, prompt)
         n_cached = 0
         with contextlib.suppress(KeyError), contextlib.redirect_stderr(io.StringIO()):
             item = self._cache[prompt]  # the disk cache prints each step to stderr
@@ -53,7 +56,7 @@ class _Cache(OneContext):
                 self._llama.load_state(item)
                 n_cached = n_found
         n_held = max(n_resident, n_cached)
-        self._llama._ctx.kv_cache_seq_rm(0, n_held, -1)
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self._llama.ctx), 0, n_held, -1)
         n_missing = len(prompt) - n_held
         return (
             self._entered(n_cached, n_missing)

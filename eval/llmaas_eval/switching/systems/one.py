@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_eval.switching.engine import real_cells
 from llmaas_eval.switching.steps import Step
 from llmaas_eval.switching.systems.base import Setting, System, app_cells
+from llmaas_patches.internals import real_n_ctx
 from llmaas_plugins._native import KVGeometry
 from llmaas_plugins.kv_chunks.transfer.cells import KVCells
 
@@ -55,7 +55,7 @@ class OneContext(System):
 
     @property
     def n_cells(self) -> int:
-        return real_cells(self._llama.ctx)
+        return real_n_ctx(self._llama.ctx)
 
     def cells(self, step: Step) -> NDArray[np.uint8]:
         n_tokens = len(step.after)

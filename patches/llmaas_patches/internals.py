@@ -1,0 +1,33 @@
+"""Private names of llama-cpp-python that other packages need, behind small functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama_cpp import Llama, llama_cpp
+
+__all__ = ["decode_all", "real_n_ctx", "require_evaluation", "server_engine"]
+
+
+def decode_all(llama: Llama, tokens: Sequence[int], n_past: int) -> None:
+    """Evaluate a batch with logits for every token; ``Llama`` records neither."""
+    llama._batch.set_batch(batch=tokens, n_past=n_past, logits_all=True)
+    llama._ctx.decode(llama._batch)
+
+
+def real_n_ctx(ctx: Any) -> int:
+    """Return a context's number of cells as the library counts them, also those of plugins."""
+    return int(llama_cpp._lib.llama_n_ctx(ctx))
+
+
+def require_evaluation(llama: Llama) -> None:
+    """Make ``Llama`` evaluate a token before it samples, because it holds logits of other cells."""
+    llama._requires_eval = True
+
+
+def server_engine() -> Any:
+    """Return the ``Llama`` that llama_cpp.server has loaded."""
+    from llama_cpp.server import app  # needs the packages of the server
+
+    return app._llama_proxy()
