@@ -107,7 +107,7 @@ def gc(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Copy chunks to a new store; return 1 if some could not be copied, else 0."""
-    from llmaas_plugins.kv_chunks.maintenance.cleanup import export_store
+    from llmaas_plugins.kv_chunks.maintenance.export import export_store
 
     done = export_store(
         _directory(args), expanded(args.target), args.context, progress("copying", "chunk")
@@ -168,9 +168,7 @@ def _directory(args: argparse.Namespace) -> Path:
 def _tidy(directory: Path, *, shrink: bool) -> CleanupResult:
     from llmaas_plugins.kv_chunks.maintenance.cleanup import StoreCleanup
 
-    cleanup = StoreCleanup(
-        directory
-    )  # opening drops impossible rows, or sets a damaged index aside
+    cleanup = StoreCleanup(directory)  # drops impossible rows, or sets a damaged index aside
     try:
         cleanup.drop_damaged(progress("checking", "chunk"))
         cleanup.drop_unreachable()

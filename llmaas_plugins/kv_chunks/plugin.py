@@ -75,11 +75,13 @@ class KVChunks:
             weakref.WeakKeyDictionary()
         )
         self._engines_waited: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._by_ctx: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
+        self._transfers_by_ctx: weakref.WeakValueDictionary[int, Transfer] = (
+            weakref.WeakValueDictionary()
+        )
         self._records = ContextRecords()
         self._digests: dict[int, Digest] = {}
         self._natives: dict[int, NativeContext] = {}
-        self._report = PluginCounters()
+        self._counters = PluginCounters()
         self._background_failures = FailureLog(_log)
         self._uses_native_context = config.codec == "tolerance" or config.parked_tokens > 0
         if not self._uses_native_context:
@@ -124,7 +126,7 @@ class KVChunks:
         def made(ctx: int) -> bool:
             found = self._records.add(ctx, model, reason, rotation_off=rotation_off)
             with self._lock:
-                self._by_ctx.pop(ctx, None)  # an earlier context had this address
+                self._transfers_by_ctx.pop(ctx, None)  # an earlier context had this address
             if found is not None:
                 self._log_refusal(path, found)
             return found == reason
@@ -153,7 +155,7 @@ class KVChunks:
             self._stop_serving(request.engine, error)
             return None
         if restored is not None and restored.n_loaded + restored.n_recomputed:  # else: only dropped
-            self._report.restored(restored)
+            self._counters.restored(restored)
         return restored
 
     @hookimpl
@@ -173,7 +175,7 @@ class KVChunks:
             except BudgetError as error:
                 self._stop_serving(engine, error)
                 return
-            self._report.saved(time.perf_counter() - started)
+            self._counters.saved(time.perf_counter() - started)
             if self._config.swap_out == "ahead":
                 self._workers.write.submit(self._flush)
 
@@ -189,16 +191,16 @@ class KVChunks:
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
         """Measure what recomputing tokens costs."""
-        self._report.evaluated(step.n_tokens, step.seconds)
+        self._counters.evaluated(step.n_tokens, step.seconds)
         if step.n_tokens > 1:
-            transfer = self._by_ctx.get(step.ctx)
+            transfer = self._transfers_by_ctx.get(step.ctx)
             if transfer is not None:
                 transfer.evaluated(step.n_tokens, step.seconds)
 
     @hookimpl
     def llmaas_request_end(self, stats: RequestStats) -> None:
         """Count requests and the prompt tokens that they reused."""
-        self._report.request(stats)
+        self._counters.request(stats)
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
@@ -208,8 +210,8 @@ class KVChunks:
             "codec": self._config.codec,
             "chunk_tokens": CHUNK_TOKENS,
             **(self._store.stats() if opened else {"store": None}),
-            **self._parked(),
-            **self._report.snapshot(),
+            **self._parked_stats(),
+            **self._counters.snapshot(),
         }
 
     @hookimpl
@@ -224,7 +226,7 @@ class KVChunks:
         with self._lock:
             return [transfer for transfer in self._transfers.values() if transfer]
 
-    def _parked(self) -> dict[str, int]:
+    def _parked_stats(self) -> dict[str, int]:
         total: Counter[str] = Counter()
         for transfer in self._all_transfers():
             total.update(transfer.parked_stats())
@@ -303,7 +305,7 @@ class KVChunks:
             return hashed(values if is_shared else {**values, "app": app})
 
         transfer = Transfer(engine, root, self._parts(engine))
-        self._by_ctx[engine.ctx] = transfer
+        self._transfers_by_ctx[engine.ctx] = transfer
         return transfer
 
     def _parts(self, engine: Engine) -> TransferParts:
@@ -358,7 +360,7 @@ class KVChunks:
 
     def _log_refusal(self, path: str, reason: str) -> None:
         named = f"{Path(path).name}: {reason}"
-        if self._report.refused(named):
+        if self._counters.refused(named):
             _log.warning("kv_chunks does not serve a context: %s", named)
 
 

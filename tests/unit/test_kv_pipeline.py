@@ -22,7 +22,7 @@ from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.transfer.chunk_load import CellSegment, ReadTimer
-from llmaas_plugins.kv_chunks.transfer.pipeline import Loader, Workers
+from llmaas_plugins.kv_chunks.transfer.pipeline import SegmentLoader, Workers
 from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 
@@ -77,7 +77,7 @@ def load(slab, payloads):
         for i in spoil:
             store.reader.drop_damaged(path[i])
         chunks, lengths, position = path[start // 16 :], [], start
-        loader = Loader(store, Staging(store.space), workers, GEOM)
+        loader = SegmentLoader(store, Staging(store.space), workers, GEOM)
         with loader._staging.lock:
             steps = loader.steps(runs(chunks, gaps), start, ReadTimer())
             for step in steps:

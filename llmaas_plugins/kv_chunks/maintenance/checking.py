@@ -83,12 +83,12 @@ def check_store(directory: Path, progress: Progress = iter) -> CheckResult:
 def _damaged(snapshot: StoreSnapshot, progress: Progress) -> dict[bytes, Status]:
     by_place = sorted(snapshot.rows.values(), key=lambda row: row.offset)
     wrong = _verified(snapshot, progress(by_place))
-    patience = time.monotonic() + (_RECHECK_S if snapshot.holder else 0)
+    deadline = time.monotonic() + (_RECHECK_S if snapshot.holder else 0)
     while wrong:  # a chunk may have been rewritten or moved since the index was read
         now = _reread(snapshot)
         still = [row for key in wrong if (row := now.get(key)) == snapshot.rows[key]]
         wrong = _verified(snapshot, [row for row in still if row is not None])
-        if time.monotonic() >= patience:
+        if time.monotonic() >= deadline:
             break
         time.sleep(_RECHECK_S / 10)
     return wrong

@@ -96,19 +96,19 @@ def read_payloads(
         StoreError: The slab cannot be opened.
     """
     fd = FILES.open(directory / SLAB, os.O_RDONLY)
-    room = map_huge_pages(0)
+    buffer = map_huge_pages(0)
     try:
         for row in rows:
             if row.size > _MAX_CHUNK_BYTES:
                 yield row, Status.ECORRUPT, memoryview(b"")
                 continue
-            if page_round(row.size) > len(room):
-                room = map_huge_pages(page_round(row.size))
-            status = _read(fd, row, int(room.ctypes.data))
+            if page_round(row.size) > len(buffer):
+                buffer = map_huge_pages(page_round(row.size))
+            status = _read(fd, row, int(buffer.ctypes.data))
             if status == Status.EIO:  # try again: an I/O error may be temporary
-                status = _read(fd, row, int(room.ctypes.data))
-            room[row.size : page_round(row.size)] = 0  # clear an earlier chunk's bytes
-            yield row, status, room[: page_round(row.size)].data
+                status = _read(fd, row, int(buffer.ctypes.data))
+            buffer[row.size : page_round(row.size)] = 0  # clear an earlier chunk's bytes
+            yield row, status, buffer[: page_round(row.size)].data
     finally:
         os.close(fd)
 
@@ -133,14 +133,14 @@ def _stamp(directory: Path) -> tuple[object, ...]:
 
 
 def _read_once(directory: Path) -> StoreSnapshot:
-    who = user(directory / LOCK, FILES)
+    holder = user(directory / LOCK, FILES)
     check_format(directory)
     with contextlib.ExitStack() as opened:
         try:
             index = ChunkIndex.read_only(directory / INDEX)
             opened.callback(index.close)
             index.begin_snapshot()
-            return _contents(directory, who, index)
+            return _contents(directory, holder, index)
         except StoreError:
             raise
         except (OSError, sqlite3.Error) as error:
@@ -149,36 +149,36 @@ def _read_once(directory: Path) -> StoreSnapshot:
             raise StoreError(f"cannot read KV store {directory}: {error}") from error
 
 
-def _contents(directory: Path, who: str | None, index: ChunkIndex) -> StoreSnapshot:
-    header, slab_bytes = _slab(directory / SLAB)
+def _contents(directory: Path, holder: str | None, index: ChunkIndex) -> StoreSnapshot:
+    header, slab_bytes = _slab_header(directory / SLAB)
     expected = pack_header(index.store_id())
     n_space = max(0, slab_bytes - DiskTier.HEADER_BYTES)
-    sound, n_invalid = _sound(index.chunks(), slab_bytes, ExtentAllocator(page_round(n_space)))
-    order = {key: i for i, key in enumerate(sound)}
+    valid, n_invalid = _valid_rows(index.chunks(), slab_bytes, ExtentAllocator(page_round(n_space)))
+    order = {key: i for i, key in enumerate(valid)}
     contexts = sorted(index.contexts().items(), key=lambda item: order.get(item[1], -1))
     return StoreSnapshot(
-        directory, who, sound, n_invalid + index.n_malformed(), dict(contexts), index.layouts(),
+        directory, holder, valid, n_invalid + index.n_malformed(), dict(contexts), index.layouts(),
         slab_bytes, header[: len(expected)] == expected,
     )  # fmt: skip
 
 
-def _sound(
+def _valid_rows(
     rows: Iterable[ChunkRow], slab_bytes: int, space: ExtentAllocator
 ) -> tuple[dict[bytes, ChunkRow], int]:
-    sound: dict[bytes, ChunkRow] = {}
+    valid: dict[bytes, ChunkRow] = {}
     n_invalid: Sequence[ChunkRow] = [
         row
         for row in rows
         if not (
             is_valid_row(row, slab_bytes)
             and space.claim(row.offset, row.size)
-            and sound.setdefault(row.id.key, row)
+            and valid.setdefault(row.id.key, row)
         )
     ]
-    return sound, len(n_invalid)
+    return valid, len(n_invalid)
 
 
-def _slab(path: Path) -> tuple[bytes, int]:
+def _slab_header(path: Path) -> tuple[bytes, int]:
     if not os.path.lexists(path):
         return b"", 0
     fd = FILES.open(path, os.O_RDONLY)

@@ -26,7 +26,7 @@ __all__ = ["ParkedCellBudget", "token_bytes"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
 
-_APP = 0
+_APP_SEQUENCE = 0
 _STEP = 256  # llama.cpp rounds the cells of a graph up to a multiple of this
 _GROWTH_DIVISOR = 16  # 1/16 of the RAM tier stays free for the chunks of the next calls
 _BLOCKS = {
@@ -50,9 +50,9 @@ def token_bytes(model: int, params: llama_cpp.llama_context_params) -> int:
     by_default = llama_cpp.llama_model_n_embd(model) // n_head
     n_bytes = 0
     for name, kind in (("key", params.type_k), ("value", params.type_v)):
-        n_values, n_each = _BLOCKS.get(kind, _UNKNOWN_BLOCK)
+        n_values, block_bytes = _BLOCKS.get(kind, _UNKNOWN_BLOCK)
         width = int(metadata(model, f"{arch}.attention.{name}_length") or by_default)
-        n_bytes += llama_cpp.llama_model_n_head_kv(model) * width * n_each // n_values
+        n_bytes += llama_cpp.llama_model_n_head_kv(model) * width * block_bytes // n_values
     return max(1, llama_cpp.llama_model_n_layer(model) * n_bytes)
 
 
@@ -91,7 +91,7 @@ class ParkedCellBudget:
             self._app_cells = self._memory.n - engine.n_spare
         weakref.finalize(self, space.close_owner, self._owner)
         if self._memory is None:
-            self._lend_all()
+            self._borrow_all()
 
     def balance(self, n_resident: int, n_prompt: int) -> bool:
         """Set the limit of parked contexts by the available memory; call this before each switch.
@@ -106,19 +106,23 @@ class ParkedCellBudget:
         if self._memory is None:
             return False
         growth = self._space.capacity // _GROWTH_DIVISOR
-        room = self._space.lendable(self._owner) - growth
-        beyond = max(0, self._memory.touched_bytes - self._app_cells * self._token_bytes)
+        free_bytes = self._space.lendable(self._owner) - growth
+        extra_bytes = max(0, self._memory.touched_bytes - self._app_cells * self._token_bytes)
         self._has_parked |= self._parking.n_cells > 0
-        if self._has_parked and beyond > max(room + growth // 2, _STEP * self._token_bytes):
-            self._release_all_cells(room)
+        if self._has_parked and extra_bytes > max(
+            free_bytes + growth // 2, _STEP * self._token_bytes
+        ):
+            self._release_all_cells(free_bytes)
             return True
-        self._max_parked = max(self._max_parked, self._cells(room // 4))
-        limit = min(self._max_parked, self._cells(room))
+        self._max_parked = max(self._max_parked, self._cells_in(free_bytes // 4))
+        limit = min(self._max_parked, self._cells_in(free_bytes))
         n_parked = min(limit, self._parking.n_cells + n_resident)
-        self._parking.limit = self._borrow(limit, n_parked + n_prompt - self._app_cells, beyond)
+        self._parking.limit = self._borrow(
+            limit, n_parked + n_prompt - self._app_cells, extra_bytes
+        )
         return False
 
-    def _borrow(self, limit: int, n_beyond: int, beyond: int) -> int:
+    def _borrow(self, limit: int, n_extra: int, extra_bytes: int) -> int:
         """Borrow memory for cells beyond the app's own; return how many cells may be parked.
 
         Parked contexts may also lie in those of the app's own cells that are not in use, which
@@ -126,12 +130,12 @@ class ParkedCellBudget:
 
         Args:
             limit: Most cells that may be parked.
-            n_beyond: Cells beyond the app's own that the next switch needs.
-            beyond: Bytes beyond the app's own cells that are in use already.
+            n_extra: Cells beyond the app's own that the next switch needs.
+            extra_bytes: Bytes beyond the app's own cells that are in use already.
         """
-        wanted = max(beyond, -(-n_beyond // _STEP) * _STEP * self._token_bytes)
+        wanted = max(extra_bytes, -(-n_extra // _STEP) * _STEP * self._token_bytes)
         lent = self._space.lend(self._owner, wanted)
-        return limit if lent == wanted else min(limit, self._cells(lent))
+        return limit if lent == wanted else min(limit, self._cells_in(lent))
 
     def stats(self) -> dict[str, int]:
         """Return counters for the plugin's status."""
@@ -140,26 +144,26 @@ class ParkedCellBudget:
             "collapses": self._n_releases,
         }
 
-    def _release_all_cells(self, room: int) -> None:
+    def _release_all_cells(self, free_bytes: int) -> None:
         """Release the memory of all cells, and lend less from now on."""
         assert self._memory is not None
         self._parking.clear()
-        llama_cpp.llama_memory_seq_rm(self._engine_memory, _APP, -1, -1)
+        llama_cpp.llama_memory_seq_rm(self._engine_memory, _APP_SEQUENCE, -1, -1)
         self._n_releases += 1
         self._has_parked = False
         if not (self._is_empty() and self._memory.release()):
             _log.warning("cannot release the memory of spare cells; it counts as used from now on")
             self._memory = None
-            self._lend_all()
+            self._borrow_all()
             return
-        self._max_parked = self._cells(room // 2)
+        self._max_parked = self._cells_in(free_bytes // 2)
         self._space.lend(self._owner, 0)
         self._parking.limit = 0  # nothing is parked at this switch: sequence 0 is empty
 
-    def _lend_all(self) -> None:
+    def _borrow_all(self) -> None:
         """Borrow the memory of all spare cells for good, whether they are used or not."""
         lent = self._space.lend(self._owner, self._n_spare * self._token_bytes)
-        self._parking.limit = self._cells(lent)
+        self._parking.limit = self._cells_in(lent)
 
     def _is_empty(self) -> bool:
         return all(
@@ -167,5 +171,5 @@ class ParkedCellBudget:
             for sequence in range(PARKED_SEQUENCES.stop)
         )
 
-    def _cells(self, n_bytes: int) -> int:
+    def _cells_in(self, n_bytes: int) -> int:
         return max(0, min(self._n_spare, n_bytes // self._token_bytes))

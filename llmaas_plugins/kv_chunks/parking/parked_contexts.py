@@ -22,8 +22,8 @@ from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 
 __all__ = ["ParkedContexts", "ResumedContext"]
 
-_APP = 0
-_END = -1
+_APP_SEQUENCE = 0
+_TO_END = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class ParkedContexts:
         self._contexts: list[_ParkedContext] = []  # least recently used first
         self._is_expired = False
         self._n_cells = 0
-        self._n_parked = self._n_taken = self._n_taken_tokens = self._n_given_up = 0
+        self._n_parked = self._n_resumed = self._n_resumed_tokens = self._n_freed = 0
 
     def switch(
         self,
@@ -130,9 +130,9 @@ class ParkedContexts:
             self._touch(best)
         if len(resident) - n_common >= CHUNK_TOKENS and len(resident) <= self.limit:
             self._park(resident, cells, resident_root)
-        taken = None if best is None else self._take(best, n_best)
+        resumed = None if best is None else self._resume(best, n_best)
         self._evict_over_limit()
-        return taken
+        return resumed
 
     def clear_later(self) -> None:
         """Make the next ``switch`` free all parked contexts first. Callable from any thread."""
@@ -156,15 +156,15 @@ class ParkedContexts:
             "parked_contexts": len(self._sequences),
             "parked_cells": self.n_cells,
             "parks": self._n_parked,
-            "takes": self._n_taken,
-            "taken_tokens": self._n_taken_tokens,
-            "parked_given_up": self._n_given_up,
+            "takes": self._n_resumed,
+            "taken_tokens": self._n_resumed_tokens,
+            "parked_given_up": self._n_freed,
         }
 
     # -- one context ----------------------------------------------------------------------------
 
     def _park(
-        self, tokens: Tokens, where: Callable[[int], NDArray[np.int32] | None], root: bytes
+        self, tokens: Tokens, cells_of: Callable[[int], NDArray[np.int32] | None], root: bytes
     ) -> None:
         """Label sequence 0's cells as a parked context too, if it is long and not parked yet."""
         if len(tokens) < CHUNK_TOKENS or not self._has_cells(len(tokens)):
@@ -178,27 +178,27 @@ class ParkedContexts:
                 self._remove(parked)
         sequence = min(set(PARKED_SEQUENCES) - self._sequences)
         nearest, n_shared = _nearest(self._contexts, tokens, root)
-        cells = where(len(tokens))
+        cells = cells_of(len(tokens))
         if nearest is not None:
             self._label(nearest.sequence, sequence, 0, n_shared)
             if cells is not None:
                 cells = _join_cells(nearest.cells, cells, n_shared)
-        self._label(_APP, sequence, n_shared, len(tokens))
+        self._label(_APP_SEQUENCE, sequence, n_shared, len(tokens))
         self._sequences.add(sequence)
         self._contexts.append(_ParkedContext(sequence, tokens, cells, root))
         self._n_parked += 1
 
-    def _take(self, parked: _ParkedContext, n: int) -> ResumedContext:
+    def _resume(self, parked: _ParkedContext, n: int) -> ResumedContext:
         """Replace sequence 0 by the first ``n`` cells of a parked context.
 
         The context stays parked if the prompt leaves at least a chunk of it unused.
         """
-        self._drop(_APP, 0)
-        self._label(parked.sequence, _APP, 0, n)
+        self._drop(_APP_SEQUENCE, 0)
+        self._label(parked.sequence, _APP_SEQUENCE, 0, n)
         if len(parked.tokens) - n < CHUNK_TOKENS:
             self._remove(parked)
-        self._n_taken += 1
-        self._n_taken_tokens += n
+        self._n_resumed += 1
+        self._n_resumed_tokens += n
         return ResumedContext(n, None if parked.cells is None else parked.cells[:, :n])
 
     def _touch(self, parked: _ParkedContext) -> None:
@@ -233,18 +233,20 @@ class ParkedContexts:
     def _drop_freed_contexts(self) -> None:
         """Forget the contexts whose cells were freed before a call of the app."""
         kept = [parked for parked in self._contexts if parked.sequence in self._sequences]
-        self._n_given_up += len(self._contexts) - len(kept)
+        self._n_freed += len(self._contexts) - len(kept)
         self._contexts = kept
 
     # -- the engine -----------------------------------------------------------------------------
 
     def _has_cells(self, n: int) -> bool:
-        first = llama_cpp.llama_memory_seq_pos_min(self._memory, _APP)
-        return first == 0 and llama_cpp.llama_memory_seq_pos_max(self._memory, _APP) >= n - 1
+        first = llama_cpp.llama_memory_seq_pos_min(self._memory, _APP_SEQUENCE)
+        return (
+            first == 0 and llama_cpp.llama_memory_seq_pos_max(self._memory, _APP_SEQUENCE) >= n - 1
+        )
 
     def _label(self, source: int, target: int, start: int, end: int) -> None:
         if start < end:
             llama_cpp.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def _drop(self, sequence: int, start: int) -> None:
-        llama_cpp.llama_memory_seq_rm(self._memory, sequence, start, _END)
+        llama_cpp.llama_memory_seq_rm(self._memory, sequence, start, _TO_END)

@@ -133,24 +133,26 @@ class ChunkStore(forks.Forked):
         if offset is None:
             return False
         try:
-            room = self._residency.ram.view(offset, page_round(bound))
-            size = encode(room[:bound])
-            bits = _native.chunk_peek(room[:size]).bits
-            room[size : page_round(size)] = 0  # whole pages are written to the slab
+            buffer = self._residency.ram.view(offset, page_round(bound))
+            size = encode(buffer[:bound])
+            bits = _native.chunk_peek(buffer[:size]).bits
+            buffer[size : page_round(size)] = 0  # whole pages are written to the slab
         except BaseException:
             with self._residency.lock:
                 self._residency.ram.cancel(offset, bound)
             raise
         with self._residency.lock:
             self._residency.ram.shrink(offset, bound, size)
-            there = self._residency.tree.get(wanted.key)
-            is_stored = there is not None and not there.is_ghost  # another engine stored it first
+            existing = self._residency.tree.get(wanted.key)
+            is_stored = (
+                existing is not None and not existing.is_ghost
+            )  # another engine stored it first
             if is_stored or not (is_first or self._residency.tree.get(wanted.parent)):
                 self._residency.ram.cancel(offset, size)
                 return is_stored
             chunk = Chunk(wanted, size, bits, ram=offset)
-            if there is not None:
-                chunk.attention, chunk.n_scores = there.attention, there.n_scores
+            if existing is not None:
+                chunk.attention, chunk.n_scores = existing.attention, existing.n_scores
             self._residency.add(chunk)
             for old in self._residency.tree.superseded_by(wanted):
                 self._residency.drop(old)
@@ -160,10 +162,10 @@ class ChunkStore(forks.Forked):
 
     def drop_replaced_tail(self, context_id: str, ids: Sequence[ChunkId]) -> None:
         """Drop the chunks that only this context needs and that are not in ``ids``."""
-        going_on = {wanted.key for wanted in ids}
+        kept = {wanted.key for wanted in ids}
         with self._residency.lock:
             for chunk in self._residency.tree.chunks_only_in(context_id):
-                if chunk.id.key in going_on:
+                if chunk.id.key in kept:
                     break
                 self._residency.drop(chunk)
 

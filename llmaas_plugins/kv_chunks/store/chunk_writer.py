@@ -53,12 +53,12 @@ class ChunkWriter:
             lost: dict[bytes, Chunk] = {}
             while self._residency.dirty:
                 n_dirty = len(self._residency.dirty)
-                batch, places = self._next_batch(lost)
+                batch, offsets = self._next_batch(lost)
                 if not batch and len(self._residency.dirty) == n_dirty:
                     break  # today's write budget is used up
                 if self._residency.update.removed or self._residency.update.frees_space:
                     self._try_commit()  # no row may name a place that is about to be overwritten
-                written += self._write(batch, places, lost)
+                written += self._write(batch, offsets, lost)
             with self._residency.lock:
                 for chunk in reversed(lost.values()):  # contexts shrink from their end
                     if self._residency.tree.get(chunk.id.key) is chunk:
@@ -89,25 +89,25 @@ class ChunkWriter:
         Raises:
             StoreError: The commit or the erasure failed; the next call tries again.
         """
-        with self._flush_lock:  # no chunk may take these places meanwhile
+        with self._flush_lock:  # no chunk may take these ranges meanwhile
             with self._residency.lock:
-                places = self._disk.tier.take_stale()
+                stale = self._disk.tier.take_stale()
                 self._residency.update.erases = True
             try:
-                self._commit_or_erase_first(places)
+                self._commit_or_erase_first(stale)
             finally:
-                self._disk.tier.erase(places)
+                self._disk.tier.erase(stale)
             with self._index_lock:
                 self._disk.end_erasing()
 
-    def _commit_or_erase_first(self, places: Sequence[tuple[int, int]]) -> None:
-        """Commit; if that fails, erase ``places`` in the slab and commit again (full disk)."""
+    def _commit_or_erase_first(self, stale: Sequence[tuple[int, int]]) -> None:
+        """Commit; if that fails (full disk), erase ``stale`` ranges first and commit again."""
         try:
             self.commit()
         except StoreError:
-            if not places:
+            if not stale:
                 raise
-            self._disk.tier.erase(places)
+            self._disk.tier.erase(stale)
             self.commit()
 
     def layout(self, root: bytes) -> str | None:
@@ -137,14 +137,14 @@ class ChunkWriter:
             self._index_failures.worked()
 
     def _next_batch(self, lost: dict[bytes, Chunk]) -> tuple[list[Chunk], list[int]]:
-        """Pin dirty chunks; return them with their places on disk. Others go to ``lost``."""
+        """Pin dirty chunks; return them with their offsets on disk. Others go to ``lost``."""
         batch: list[Chunk] = []
-        places: list[int] = []
+        offsets: list[int] = []
         with self._residency.lock:
-            left = self._write_budget.remaining()
+            n_left = self._write_budget.remaining()
             for chunk in list(self._residency.dirty.values())[:_BATCH_CHUNKS]:
-                left -= page_round(chunk.size)
-                if left < 0:
+                n_left -= page_round(chunk.size)
+                if n_left < 0:
                     self._residency.counters.over_write_budget += 1
                     break
                 offset = None
@@ -156,8 +156,8 @@ class ChunkWriter:
                     continue
                 chunk.pins += 1
                 batch.append(chunk)
-                places.append(offset)
-            return batch, places
+                offsets.append(offset)
+            return batch, offsets
 
     def _lose(self, chunk: Chunk, lost: dict[bytes, Chunk]) -> None:
         """Mark a chunk as lost: it cannot be written, so it could never leave RAM otherwise."""
@@ -165,7 +165,7 @@ class ChunkWriter:
         lost[chunk.id.key] = chunk
 
     def _write(
-        self, batch: Sequence[Chunk], places: Sequence[int], lost: dict[bytes, Chunk]
+        self, batch: Sequence[Chunk], offsets: Sequence[int], lost: dict[bytes, Chunk]
     ) -> Sequence[Chunk]:
         """Write a batch; return the chunks that are on disk now."""
         tier = self._disk.tier
@@ -173,7 +173,7 @@ class ChunkWriter:
         try:
             _native.store_write(
                 tier.fd,
-                [tier.file_offset(place) for place in places],
+                [tier.file_offset(offset) for offset in offsets],
                 [chunk.size for chunk in batch],
                 [self._residency.ram.address(chunk.ram) for chunk in batch],
             )
@@ -183,19 +183,19 @@ class ChunkWriter:
         else:
             self._write_failures.worked()
         with self._residency.lock:
-            for chunk, place in zip(batch, places, strict=True):
+            for chunk, offset in zip(batch, offsets, strict=True):
                 in_tree = self._residency.tree.get(chunk.id.key) is chunk
                 if in_tree and failure is None:
-                    self._written(chunk, place)
+                    self._written(chunk, offset)
                     continue
-                tier.cancel(place, chunk.size)
+                tier.cancel(offset, chunk.size)
                 if in_tree:
                     self._lose(chunk, lost)
             self._residency.unpin(batch)
         return batch if failure is None else []
 
-    def _written(self, chunk: Chunk, place: int) -> None:
-        chunk.disk = place
+    def _written(self, chunk: Chunk, offset: int) -> None:
+        chunk.disk = offset
         self._disk.tier.queue.add(chunk)
         self._residency.dirty.pop(chunk.id.key, None)
         self._residency.queue_index_update(chunk)

@@ -35,7 +35,7 @@ class DiskTier(Tier):
             StoreError: The path is not a regular file, or it cannot be opened or made private.
         """
         super().__init__(max(0, budget - self.HEADER_BYTES), "lru")
-        self._stale: dict[int, int] | None = None  # freed places and sizes; None: all free space
+        self._stale: dict[int, int] | None = None  # lengths by offset; None: all free space
         self._file = FILES.open(path, os.O_RDWR | os.O_CREAT)
         try:
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
@@ -99,28 +99,28 @@ class DiskTier(Tier):
         self._mark_stale(offset, chunk.size)
 
     def take_stale(self) -> list[tuple[int, int]]:
-        """Return free places in the file that may hold old bytes, with lengths, for ``erase``."""
+        """Return free ranges of the file that may hold old bytes, with lengths, for ``erase``."""
         end = min(self.capacity, page_round(max(0, self.file_size() - self.HEADER_BYTES)))
         marked = {0: end} if self._stale is None else self._stale
         self._stale = {}
-        places: dict[int, int] = {}
+        ranges: dict[int, int] = {}
         for offset, n_bytes in marked.items():
             last = min(end, offset + page_round(n_bytes))
             for start, length in self._extents.free_within(offset, last):
-                places[start] = max(length, places.get(start, 0))
-        return sorted(places.items())
+                ranges[start] = max(length, ranges.get(start, 0))
+        return sorted(ranges.items())
 
-    def erase(self, places: Sequence[tuple[int, int]]) -> None:
-        """Erase the bytes at these places.
+    def erase(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Erase the bytes in these ranges.
 
         Raises:
             StoreError: The file system failed; a later call tries again.
         """
-        offsets = [self.file_offset(offset) for offset, _ in places]
+        offsets = [self.file_offset(offset) for offset, _ in ranges]
         try:
-            _native.store_erase(self._file, offsets, [n_bytes for _, n_bytes in places])
+            _native.store_erase(self._file, offsets, [n_bytes for _, n_bytes in ranges])
         except StoreError:
-            for offset, n_bytes in places:
+            for offset, n_bytes in ranges:
                 self._mark_stale(offset, n_bytes)
             raise
 

@@ -112,12 +112,12 @@ class RamTier(Tier):
         for chunk in sorted(self.queue, key=lambda chunk: chunk.ram):
             if chunk.pins == 0:
                 self._extents.release(chunk.ram, chunk.size)
-                place = self._extents.allocate(chunk.size)
-                assert place is not None  # at least its old place is free
-                if place != chunk.ram:
+                new_offset = self._extents.allocate(chunk.size)
+                assert new_offset is not None  # at least its old place is free
+                if new_offset != chunk.ram:
                     ctypes.memmove(
-                        self.address(place), self.address(chunk.ram), page_round(chunk.size)
+                        self.address(new_offset), self.address(chunk.ram), page_round(chunk.size)
                     )
-                    chunk.ram = place
-                    self._mark_resident(place, chunk.size)
+                    chunk.ram = new_offset
+                    self._mark_resident(new_offset, chunk.size)
         self._discard_free_pages()

@@ -23,7 +23,7 @@ from llmaas_plugins.kv_chunks.transfer.chunk_load import CellSegment, ChunkLoad,
 from llmaas_plugins.kv_chunks.transfer.cost_profile import CostProfile
 from llmaas_plugins.kv_chunks.transfer.direct_load import load_into_cells
 from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
-from llmaas_plugins.kv_chunks.transfer.pipeline import Loader
+from llmaas_plugins.kv_chunks.transfer.pipeline import SegmentLoader
 from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun, LoadPlan, plan_load
 from llmaas_plugins.kv_chunks.transfer.recompute import evaluate
 
@@ -70,8 +70,8 @@ class CellLoader:
         self._recomputes = parts.recomputes
         self._staging = parts.staging
         self._workers = parts.workers
-        self._loader: Loader | None = None
-        self._loader_geometry: KVGeometry | None = None
+        self._segments: SegmentLoader | None = None
+        self._opened_geometry: KVGeometry | None = None
         self._failures = FailureLog(_log, logging.WARNING)
 
     def open(self, root: bytes) -> bool:
@@ -83,19 +83,19 @@ class CellLoader:
         Raises:
             BudgetError: The RAM budget is too small for this model.
         """
-        if self._loader is not None and self._loader_geometry is self._layout.geometry:
+        if self._segments is not None and self._opened_geometry is self._layout.geometry:
             return True
         geometry = self._layout.find(root)
         if geometry is None:
             return False
         try:
-            self._loader = Loader(self._store, self._staging, self._workers, geometry)
+            self._segments = SegmentLoader(self._store, self._staging, self._workers, geometry)
         except BudgetError:
             if self._layout.is_measured:
                 raise
             self._layout.reject()
             return False
-        self._loader_geometry = geometry
+        self._opened_geometry = geometry
         self._layout.use(geometry)
         return True
 
@@ -188,8 +188,8 @@ class CellLoader:
         if kept:
             self._cells.truncate(kept)
         end, n_loaded = kept, 0
-        assert self._loader is not None
-        steps = self._loader.steps(runs, kept, reads)
+        assert self._segments is not None
+        steps = self._segments.steps(runs, kept, reads)
         with self._staging.lock, contextlib.closing(steps):
             for step in steps:
                 if isinstance(step, Gap):

@@ -97,7 +97,7 @@ class ChunkLoad(NamedTuple):
             chunks = chunks[n_chunks:]
         return gap
 
-    def record(
+    def load_record(
         self, record: Sequence[Chunk], first: int, decode: Decode, read: Future[None] | None = None
     ) -> int:
         """Fetch and decode a record; return how many leading chunks are in place.
@@ -118,22 +118,28 @@ class ChunkLoad(NamedTuple):
     def blob_decoder(self, blob: NDArray[np.uint8], n_cells: int) -> Decode:
         """Return a decoder that writes to a blob."""
 
-        def decode(addresses: Sequence[int], sizes: Sequence[int], firsts: Sequence[int]) -> int:
-            return _native.chunks_decode_at(self.geometry, addresses, sizes, firsts, blob, n_cells)
+        def decode(
+            addresses: Sequence[int], sizes: Sequence[int], first_cells: Sequence[int]
+        ) -> int:
+            return _native.chunks_decode_at(
+                self.geometry, addresses, sizes, first_cells, blob, n_cells
+            )
 
         return decode
 
     def cell_decoder(self, row_addresses: NDArray[np.uint64], n_cells: int) -> Decode:
         """Return a decoder that writes to the engine's cells."""
 
-        def decode(addresses: Sequence[int], sizes: Sequence[int], firsts: Sequence[int]) -> int:
+        def decode(
+            addresses: Sequence[int], sizes: Sequence[int], first_cells: Sequence[int]
+        ) -> int:
             return _native.chunks_land_at(
-                self.geometry, addresses, sizes, firsts, row_addresses, n_cells
+                self.geometry, addresses, sizes, first_cells, row_addresses, n_cells
             )
 
         return decode
 
-    def read(self, record: Sequence[Chunk]) -> None:
+    def prefetch(self, record: Sequence[Chunk]) -> None:
         """Read a record into RAM ahead of need."""
         self.reader.unpin(record[: len(self._fetch(record, is_ahead=True))])
 
@@ -177,11 +183,11 @@ class ChunkLoad(NamedTuple):
         self, chunks: Sequence[Chunk], addresses: Sequence[int], first: int, decode: Decode
     ) -> int:
         """Decode fetched chunks, release them, and return how many leading ones were valid."""
-        firsts = list(itertools.accumulate((c.n_tokens for c in chunks[:-1]), initial=first))
+        first_cells = list(itertools.accumulate((c.n_tokens for c in chunks[:-1]), initial=first))
         sizes = [chunk.size for chunk in chunks]
         try:
             if chunks:
-                decode(addresses, sizes, firsts)
+                decode(addresses, sizes, first_cells)
         except NativeError as error:
             self.reader.drop_damaged(chunks[error.n_done])
             return error.n_done

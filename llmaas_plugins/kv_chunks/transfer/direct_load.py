@@ -34,22 +34,22 @@ def load_into_cells(
         row_addresses: Addresses of their rows (``KVCells.label_cells``).
         threads: Threads that share the work with this one.
     """
-    pieces = list(_jobs(chunks))
-    counts = map(count_tokens, pieces)
-    firsts = list(itertools.accumulate(counts, initial=0))
-    decode = load.cell_decoder(row_addresses, firsts[-1])
+    jobs = list(_split_jobs(chunks))
+    counts = map(count_tokens, jobs)
+    first_cells = list(itertools.accumulate(counts, initial=0))
+    decode = load.cell_decoder(row_addresses, first_cells[-1])
 
     def work(i: int) -> int:
-        return load.record(pieces[i], firsts[i], decode)
+        return load.load_record(jobs[i], first_cells[i], decode)
 
-    order = sorted(range(len(pieces)), key=lambda i: pieces[i][0].ram != ABSENT)  # disk reads first
+    order = sorted(range(len(jobs)), key=lambda i: jobs[i][0].ram != ABSENT)  # disk reads first
     n_sound = _run_shared(threads, work, order)
-    leading = itertools.takewhile(lambda i: n_sound[i] == len(pieces[i]), range(len(pieces)))
+    leading = itertools.takewhile(lambda i: n_sound[i] == len(jobs[i]), range(len(jobs)))
     n_whole = sum(1 for _ in leading)
-    return sum(n_sound[i] for i in range(min(n_whole + 1, len(pieces))))
+    return sum(n_sound[i] for i in range(min(n_whole + 1, len(jobs))))
 
 
-def _jobs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+def _split_jobs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
     """Group chunks into jobs: one record if they are read from disk, more if they are in RAM."""
     for is_absent, group in itertools.groupby(chunks, key=lambda chunk: chunk.ram == ABSENT):
         if is_absent:
@@ -67,20 +67,20 @@ def _run_shared(threads: Executor, work: Callable[[int], int], order: Sequence[i
     """
     if len(order) == 1:
         return [work(order[0])]
-    jobs: dict[int, Future[int]] = {i: Future() for i in order}
+    futures: dict[int, Future[int]] = {i: Future() for i in order}
 
     def run(i: int) -> None:
-        job = jobs[i]
-        if job.set_running_or_notify_cancel():
+        future = futures[i]
+        if future.set_running_or_notify_cancel():
             try:
-                job.set_result(work(i))
+                future.set_result(work(i))
             except BaseException as error:  # pass everything, even Ctrl-C, to the waiting thread
-                job.set_exception(error)
+                future.set_exception(error)
 
     try:
         for i in order:
             threads.submit(run, i)
-        done = {i: work(i) for i in reversed(order) if jobs[i].cancel()}
-        return [done[i] if i in done else jobs[i].result() for i in range(len(order))]
+        done = {i: work(i) for i in reversed(order) if futures[i].cancel()}
+        return [done[i] if i in done else futures[i].result() for i in range(len(order))]
     finally:
-        wait([job for job in jobs.values() if not job.cancel()])
+        wait([future for future in futures.values() if not future.cancel()])

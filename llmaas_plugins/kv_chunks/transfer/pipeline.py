@@ -27,7 +27,7 @@ from llmaas_plugins.kv_chunks.transfer.chunk_load import (
 from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 
-__all__ = ["Loader", "Workers"]
+__all__ = ["SegmentLoader", "Workers"]
 
 _N_LOAD_THREADS = 4
 _SMALL_BYTES = 16 << 20
@@ -76,7 +76,7 @@ class Workers(forks.Forked):
             pool.shutdown(wait=True)
 
 
-class Loader:
+class SegmentLoader:
     """Converter of stored chunks to segments for an engine whose cells have ``geometry``."""
 
     def __init__(
@@ -205,7 +205,7 @@ class _BufferRing:
                 return
             submit, reads = self._workers.ahead.submit, self._reads
             reads.append([])
-            reads[i].extend(submit(self._load.read, record) for record in self._records[i])
+            reads[i].extend(submit(self._load.prefetch, record) for record in self._records[i])
 
     def _decode(self, i: int) -> None:
         """Submit the jobs that fill part ``i``'s buffer."""
@@ -216,7 +216,9 @@ class _BufferRing:
         job: _PartJobs = []
         self._jobs.append(job)
         for record, read in zip(records, reads, strict=True):
-            job.append(self._workers.load.submit(self._load.record, record, first, decode, read))
+            job.append(
+                self._workers.load.submit(self._load.load_record, record, first, decode, read)
+            )
             first += count_tokens(record)
 
 
