@@ -308,7 +308,7 @@ def test_users_that_leave_at_any_moment(plain, ours, subjects):
 
     def user(seed):
         rng = random.Random(seed)
-        for _ in range(scale(5, 300)):
+        for _ in range(scale(2, 300)):
             prompt, n_chunks = rng.choice(prompts), rng.randint(0, 12)
             streamed(ours.client, conversation(prompt), n_chunks, max_tokens=100)
             prompt = rng.choice(prompts)

@@ -75,11 +75,11 @@ def test_fault_at_every_operation_of_a_life(run_preloaded, tmp_path, fault):
     The next process opens the store and reads only data that was put. It finds everything that was
     committed and not evicted, keeps within the budget, and can put and keep new contexts.
     """
-    step = scale(17, 1)
+    step = scale(43, 1)
     first = FAULTS.index(fault) % step  # each fault tests another share of the points
     found = run_preloaded("driver.py", tmp_path, fault, step, first)
     assert found["problems"] == []
-    assert found["points"] >= scale(10, 150)
+    assert found["points"] >= scale(4, 150)
     assert set(found["ops"]) >= REACHED
 
 
@@ -87,11 +87,11 @@ def test_fault_at_every_operation_of_a_life(run_preloaded, tmp_path, fault):
 @pytest.mark.parametrize("fault", scale(SOME, FAULTS))
 def test_fault_at_every_operation_of_an_archives_life(run_preloaded, tmp_path, fault):
     """After any fault, added conversations are there and forgotten ones are gone."""
-    step = scale(13, 1)
+    step = scale(29, 1)
     first = FAULTS.index(fault) % step
     found = run_preloaded("archive_driver.py", tmp_path, fault, step, first)
     assert found["problems"] == []
-    assert found["points"] >= scale(10, 150)
+    assert found["points"] >= scale(4, 150)
     assert set(found["ops"]) >= REACHED_OF_AN_ARCHIVE
 
 
@@ -99,9 +99,9 @@ def test_fault_at_every_operation_of_an_archives_life(run_preloaded, tmp_path, f
 @pytest.mark.parametrize("fault", scale(SOME, FAULTS))
 def test_fault_at_every_operation_of_a_selected_datastores_life(run_preloaded, tmp_path, fault):
     """The file is the old one or the new one, and forgotten conversations are gone."""
-    step = scale(7, 1)
+    step = scale(17, 1)
     first = FAULTS.index(fault) % step
     found = run_preloaded("datastore_driver.py", tmp_path, fault, step, first)
     assert found["problems"] == []
-    assert found["points"] >= scale(10, 90)
+    assert found["points"] >= scale(4, 90)
     assert set(found["ops"]) >= REACHED_OF_A_DATASTORE

@@ -29,7 +29,7 @@ model, plugins, n_ctx, n_calls = json.loads(sys.argv[1])
 with activate({"on_error": "raise", "plugins": plugins}) as suite:
     threads = {"n_threads": 1, "n_threads_batch": 1}
     llama = Llama(model, n_ctx=n_ctx, flash_attn=True, verbose=False, **threads)
-    prompts = [[1, 300 + i] + [(7 * i + j) % 4000 + 50 for j in range(900)] for i in range(8)]
+    prompts = [[1, 300 + i] + [(7 * i + j) % 4000 + 50 for j in range(900)] for i in range(4)]
     for i in range(n_calls):
         for token in llama.generate(prompts[i % len(prompts)], temp=0.0):
             break
@@ -39,7 +39,7 @@ print(json.dumps(status))
 """
 
 
-def run(model, plugins, n_calls=24, own_files=None):
+def run(model, plugins, n_calls=12, own_files=None):
     """Return the peak bytes of a process with these plugins, and their status."""
     job = json.dumps([str(model), plugins, N_CTX, n_calls])
     with memory_group() as group:
@@ -82,7 +82,7 @@ def test_peak_memory(reference_model, tmp_path, vanilla_peak, budget, settings):
     table = settings | {"ram_budget": budget, "store": str(store)}
     peak, status = run(reference_model, {"kv_chunks": table}, own_files=store)
     report = status["kv_chunks"]
-    assert report["restored_tokens"] > 10_000
+    assert report["restored_tokens"] > 5000
     assert report["ram_reclaimed"] > 0
     assert ("parks" in report) == ("parked_tokens" in settings)
     assert peak - vanilla_peak <= budget + overhead(settings)
