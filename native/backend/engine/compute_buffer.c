@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-enum { LITTLE = 4 << 20 }; /* giving back less is not worth the page faults when it is needed again */
+enum { MIN_RELEASED = 4 << 20 }; /* giving back less is not worth the page faults when it is needed again */
 
 static bool is_known(const llmaas_compute_buffers * compute, ggml_backend_buffer_t buffer) {
     for (int i = 0; i < compute->n_buffers; i++) {
@@ -92,11 +92,11 @@ static int64_t fit(llmaas_pages pages, ggml_backend_buffer_t buffer, const struc
         n_more = count(states, n, IS_NEEDED);
         n_idle = count(states, n, IS_THERE);
     }
-    if (n_idle >= LITTLE) {
+    if (n_idle >= MIN_RELEASED) {
         give_back(states, pages);
     }
     free(states);
-    return (int64_t) n_more - (n_idle >= LITTLE ? (int64_t) n_idle : 0);
+    return (int64_t) n_more - (n_idle >= MIN_RELEASED ? (int64_t) n_idle : 0);
 }
 
 /* Return whether this is the last of the graphs that llama.cpp's graph was split into: earlier ones may still leave

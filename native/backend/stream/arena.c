@@ -197,7 +197,7 @@ static load * next_load(llmaas_arena * arena) {
 }
 
 /* Start as many reads as there is room for. */
-static void pump(llmaas_arena * arena) {
+static void submit(llmaas_arena * arena) {
     load * l = arena->n_loads ? load_at(arena, arena->n_loads - 1) : NULL;
     l        = l && l->n_started < l->n_reads ? l : next_load(arena);
     for (; l; l = next_load(arena)) {
@@ -218,7 +218,7 @@ static bool await(llmaas_arena * arena, load * l) {
     for (size_t i = 0; i < l->n_reads; i++) {
         llmaas_io_wait(arena->io, &l->reads[i]);
         is_ok = is_ok && l->reads[i].error == 0;
-        pump(arena);
+        submit(arena);
     }
     return is_ok;
 }
@@ -310,7 +310,7 @@ static void fetch(void * arg, int ith, int nth) {
         release(arena);
     }
     const uint64_t started = llmaas_now_ns();
-    pump(arena); /* this may wait, too: a device takes only so many reads at a time */
+    submit(arena); /* this may wait, too: a device takes only so many reads at a time */
     const size_t i = f->index - arena->n_used;
     load *       l = load_at(arena, i);
     if (i >= arena->n_loads || !await(arena, l)) {
@@ -367,7 +367,7 @@ bool llmaas_arena_start(llmaas_arena * arena) {
     cut_loads(arena, n_foreseen(arena));
     arena->n_used = arena->n_ahead = arena->n_fetched = 0;
     arena->n_loaded = arena->n_loads;
-    pump(arena);
+    submit(arena);
     return true;
 }
 
@@ -377,7 +377,7 @@ void llmaas_arena_end(llmaas_arena * arena) {
         while (arena->n_used < arena->n_plan) {
             release(arena);
         }
-        pump(arena);
+        submit(arena);
     } else if (arena->n_plan > 0) { /* the graph was aborted, or a read failed */
         cut_loads(arena, 0);
     }

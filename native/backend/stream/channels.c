@@ -72,8 +72,8 @@ void llmaas_channels_free(llmaas_channels * channels) {
         operand = next;
     }
     llmaas_pools_free(channels->pools);
-    if (channels->stage) {
-        munmap(channels->stage, channels->n_stage);
+    if (channels->staging) {
+        munmap(channels->staging, channels->n_staging);
     }
     free(channels);
 }
@@ -102,7 +102,7 @@ static bool make_pooled(llmaas_channels * channels, llmaas_operand * operand, ui
     if ((!channels->windows && !make_windows(channels)) || !llmaas_operand_share(operand, &channels->pools, number)) {
         return false;
     }
-    channels->n_stage = n_bytes > channels->n_stage ? n_bytes : channels->n_stage;
+    channels->n_staging = n_bytes > channels->n_staging ? n_bytes : channels->n_staging;
     channels->stats.n_bytes += n_bytes;
     return true;
 }
@@ -153,7 +153,7 @@ void llmaas_channels_set_ahead(llmaas_channels * channels, uint64_t n_bytes) {
 
 llmaas_channel_stats llmaas_channels_read_stats(const llmaas_channels * channels) {
     llmaas_channel_stats stats = channels->stats;
-    const size_t         n_likely = channels->n_stage / 2; /* mostly, no more than half are active, and some of those
+    const size_t         n_likely = channels->n_staging / 2; /* mostly, no more than half are active, and some of those
                                                             * have slots */
     if (channels->windows) {
         stats.n_passing = llmaas_gather_memory(channels->windows);
@@ -208,7 +208,7 @@ static void multiply(void * arg, int ith, int nth) {
         return;
     }
     if (ith == 0) {
-        llmaas_channels_pump(channels);
+        llmaas_channels_submit(channels);
     }
     if (begin < end) {
         llmaas_active_multiply(channels->active, c->n_bits, channels->columns, c->offset, c->scales, c->mins, c->n_scales,

@@ -6,14 +6,14 @@
 
 #include <string.h>
 
-static bool make_stage(llmaas_channels * channels) {
-    channels->stage = channels->stage ? channels->stage : llmaas_pages_reserve(channels->n_stage);
-    return channels->stage != NULL;
+static bool make_staging(llmaas_channels * channels) {
+    channels->staging = channels->staging ? channels->staging : llmaas_pages_reserve(channels->n_staging);
+    return channels->staging != NULL;
 }
 
 /* Return memory for a channel, valid until the next activation. */
 static char * stage(llmaas_channels * channels, size_t n_bytes) {
-    char * memory = channels->stage + channels->n_staged;
+    char * memory = channels->staging + channels->n_staged;
     channels->n_staged += n_bytes;
     channels->n_touched = channels->n_staged > channels->n_touched ? channels->n_staged : channels->n_touched;
     return memory;
@@ -83,9 +83,9 @@ static bool fetch(llmaas_channels * channels, llmaas_operand * operand, uint32_t
            await_ahead(channels, operand->n_bytes, channels->copies, n_copies);
 }
 
-void llmaas_channels_pump(llmaas_channels * channels) {
+void llmaas_channels_submit(llmaas_channels * channels) {
     if (channels->preload) {
-        llmaas_preload_pump(channels->preload);
+        llmaas_preload_submit(channels->preload);
     }
 }
 
@@ -112,7 +112,7 @@ static bool find_pooled(llmaas_channels * channels, llmaas_operand * operand) {
     if (channels->preload) {
         llmaas_preload_use(channels->preload, operand->predictor, !operand->next_predicted);
     }
-    if (!llmaas_slots_turn(operand->pool->slots) || !make_stage(channels)) {
+    if (!llmaas_slots_turn(operand->pool->slots) || !make_staging(channels)) {
         channels->active->n = 0;
         return false;
     }
@@ -160,6 +160,6 @@ bool llmaas_channels_select(llmaas_channels * channels, llmaas_operand * operand
         return false;
     }
     predict(channels, operand);
-    llmaas_channels_pump(channels);
+    llmaas_channels_submit(channels);
     return true;
 }

@@ -34,8 +34,8 @@ struct llmaas_channels {
     llmaas_slot_copy *         copies;
     uint32_t                   n_room; /* channels that the arrays above have room for */
 
-    char * stage; /* memory for channels without a slot */
-    size_t n_stage, n_staged, n_touched;
+    char * staging; /* memory for channels without a slot */
+    size_t n_staging, n_staged, n_touched;
 
     llmaas_channel_stats stats;
 };
@@ -43,7 +43,7 @@ struct llmaas_channels {
 /* Select the active channels of an operand, whose values are x[n_channels], and get their columns into memory. Then read
  * ahead for the operands that this one predicts. False if out of memory, or if a read failed. */
 bool llmaas_channels_select(llmaas_channels * channels, llmaas_operand * operand, const float * x);
-/* Keep reading ahead. */
-void llmaas_channels_pump(llmaas_channels * channels);
+/* Submit the reads ahead that there is room for. */
+void llmaas_channels_submit(llmaas_channels * channels);
 
 #endif

@@ -1,15 +1,15 @@
 #include "stream/memory_budget.h"
 
-enum { LITTLE = 2 << 20 }; /* bytes by which other memory may grow before less is kept */
+enum { MIN_GROWTH = 2 << 20 }; /* bytes by which other memory may grow before less is kept */
 
 void llmaas_memory_budget_set(llmaas_memory_budget * budget, uint64_t n_bytes) {
     budget->n_set = budget->n_max = n_bytes;
     budget->n_more = 0;
 }
 
-void llmaas_memory_budget_make_way(llmaas_memory_budget * budget, int64_t n_more) {
+void llmaas_memory_budget_reduce(llmaas_memory_budget * budget, int64_t n_more) {
     budget->n_more += n_more;
-    const uint64_t n_taken = budget->n_more > LITTLE ? (uint64_t) budget->n_more : 0;
+    const uint64_t n_taken = budget->n_more > MIN_GROWTH ? (uint64_t) budget->n_more : 0;
     budget->n_max          = budget->n_set > n_taken ? budget->n_set - n_taken : 0;
 }
 

@@ -19,8 +19,8 @@ typedef struct llmaas_memory_budget {
 
 /* Set the bytes that may be kept. */
 void llmaas_memory_budget_set(llmaas_memory_budget * budget, uint64_t n_bytes);
-/* Keep less, as other memory grows by n_more bytes from now on. */
-void llmaas_memory_budget_make_way(llmaas_memory_budget * budget, int64_t n_more);
+/* Reduce what may be kept for now, as other memory grows by n_more bytes. */
+void llmaas_memory_budget_reduce(llmaas_memory_budget * budget, int64_t n_more);
 
 /* Give pieces, experts and channels their shares, between graphs. Memory beyond a share is given back. */
 void llmaas_memory_budget_apply(const llmaas_memory_budget * budget);

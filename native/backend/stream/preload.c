@@ -154,7 +154,7 @@ static bool start_reads(llmaas_preload * preload, batch * b) {
     return true;
 }
 
-void llmaas_preload_pump(llmaas_preload * preload) {
+void llmaas_preload_submit(llmaas_preload * preload) {
     release_batches(preload);
     if (preload->n == 0) {
         return;

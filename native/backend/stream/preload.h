@@ -33,7 +33,7 @@ bool llmaas_preload_begin(llmaas_preload * preload, const void * key, int fd);
 /* Append a piece to the last batch. False if out of memory. */
 bool llmaas_preload_want(llmaas_preload * preload, uint64_t offset, uint32_t n_bytes);
 /* Start the reads that there is room for. */
-void llmaas_preload_pump(llmaas_preload * preload);
+void llmaas_preload_submit(llmaas_preload * preload);
 
 /* Use the batch of this key from now on, if there is one. Its reads that have not started are dropped. Pieces found
  * before, in a batch used for the last time, become invalid. */

@@ -162,7 +162,7 @@ bool llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n
     }
     stream->lock.is_computing = true;
     if (n_more != 0) {
-        llmaas_memory_budget_make_way(&stream->budget, n_more);
+        llmaas_memory_budget_reduce(&stream->budget, n_more);
         stream->is_stale = true;
     }
     llmaas_arena_begin(stream->arena, graph);
