@@ -24,7 +24,6 @@ LONGER = {
     "eval/llmaas_eval/paired.py:compare": 54,
     "llmaas_plugins/cli/elastic/command.py:add_parser": 58,
     "llmaas_plugins/cli/flash/command.py:add_parser": 52,
-    "llmaas_plugins/kv_chunks/plugin.py": 411,
     "patches/llmaas_patches/wrappers/requests.py:wrap_generate": 64,
 }
 _C_NAME = re.compile(r"(\w+)\s*\(")
