@@ -5,7 +5,8 @@ import contextlib
 import numpy as np
 import pytest
 from llama_cpp import Llama, llama_cpp
-from llmaas_hooks import HookManager, hookimpl
+from llmaas_hooks import hookimpl
+from llmaas_hooks.testing import check_contract, running
 from llmaas_patches import install
 from llmaas_plugins.reference_model import reference_model_path
 
@@ -36,12 +37,7 @@ def listen():
     with contextlib.ExitStack() as stack:
 
         def start(**plugins):
-            hooks = HookManager(on_error="raise")
-            for name, plugin in plugins.items():
-                hooks.register(name, plugin)
-            stack.callback(hooks.shutdown)
-            stack.callback(install(hooks).revert)
-            return hooks
+            return stack.enter_context(running(plugins, install)).hooks
 
         yield start
 
@@ -50,6 +46,14 @@ def share(states):
     size = np.abs(states)
     largest = size.max(axis=1, keepdims=True)
     return np.mean(size <= np.float32(THRESHOLD) * largest)
+
+
+def test_the_contract():
+    def use(_hooks):
+        with model() as llama:
+            llama.eval(PROMPT)
+
+    check_contract(Sparsity, {"threshold": THRESHOLD}, use, install)
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])

@@ -6,11 +6,13 @@ import datetime
 import pytest
 from llama_cpp import Llama
 from llmaas_hooks import serving_context
+from llmaas_hooks.testing import check_contract
+from llmaas_patches import install
 from llmaas_plugins.kv_chunks.plugin import KVChunks
 from llmaas_plugins.reference_model import reference_model_path
 from pydantic import ValidationError
 
-from llmaas_usage import UsageConfig, plugin
+from llmaas_usage import Usage, UsageConfig, plugin
 from llmaas_usage.ledger import COLUMNS, Ledger
 
 PROMPT = [1, *range(400, 440)]
@@ -23,6 +25,10 @@ def generate(llama, tokens, n, context_id=None):
         found = [next(generator) for _ in range(n)]
         generator.close()
     return found
+
+
+def test_the_contract(tmp_path, use):
+    check_contract(Usage, {"state_dir": tmp_path}, use, install)
 
 
 def test_replies_stay_as_they_are(running):

@@ -1,6 +1,5 @@
 """The hooks: count while a request runs, book it when it ended, end replies beyond the budget."""
 
-import functools
 import logging
 import threading
 from datetime import date, timedelta
@@ -43,6 +42,8 @@ class Usage:
         self._config = config
         self._lock = threading.Lock()
         self._running: dict[int, int] = {}  # evaluated by the request that runs, by llama_context
+        self._ledger: Ledger | None = None
+        self._opening = threading.Lock()
         self._day = ""
         self._used = 0
 
@@ -78,7 +79,7 @@ class Usage:
         evaluated = self._running.pop(request.engine.ctx, 0)
 
         def book() -> None:
-            self._ledger.add(
+            self._open().add(
                 self._day,
                 request.context_id or "(stateless)",
                 requests=1,
@@ -101,18 +102,21 @@ class Usage:
             "day": self._day,
             "evaluated": self._used,
             "budget_left": None if limit is None else max(0, limit - self._used),
-            "contexts": self._ledger.contexts(self._day),
+            "contexts": self._open().contexts(self._day),
         }
 
     @hookimpl
     def llmaas_shutdown(self) -> None:
         """Close the file, if it was opened."""
-        if "_ledger" in self.__dict__:
+        if self._ledger is not None:
             self._ledger.close()
 
-    @functools.cached_property
-    def _ledger(self) -> Ledger:
-        return Ledger(self._config.state_dir)
+    def _open(self) -> Ledger:
+        """Return the ledger, whose file is opened at the first use."""
+        with self._opening:
+            if self._ledger is None:
+                self._ledger = Ledger(self._config.state_dir)
+            return self._ledger
 
     def _read_day(self) -> None:
         """Take over what other processes booked, and a new day."""
@@ -121,8 +125,8 @@ class Usage:
             if self._day != str(today):
                 self._day = str(today)
                 oldest = today - timedelta(days=self._config.keep_days)
-                self._ledger.forget_before(str(oldest))
-            before, self._used = self._used, self._ledger.evaluated(self._day)
+                self._open().forget_before(str(oldest))
+            before, self._used = self._used, self._open().evaluated(self._day)
             limit = self._config.daily_tokens
         if limit is not None and before < limit <= self._used:
             _log.warning("today's %d tokens are used up: replies end at once", limit)
