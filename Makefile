@@ -62,10 +62,10 @@ native-test: setup
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run.sh
 
 # Run Python tests with both native libraries under ASan and UBSan. Tests that measure memory or preload a library are left out.
-SANITIZED ?= tests/engine tests/property tests/integration/test_kv_*.py tests/integration/test_flash_sparse.py \
-	tests/integration/test_knn_*.py tests/integration/test_elastic_plugin.py tests/integration/test_requests.py \
+SANITIZED ?= tests/engine tests/property tests/integration/kv_chunks tests/integration/flash_weights/test_sparse.py \
+	tests/integration/knn_lm tests/integration/elastic/test_plugin.py tests/integration/test_requests.py \
 	tests/faults/test_life.py
-MEASURED := --ignore=tests/engine/test_refusal.py --ignore=tests/integration/test_kv_memory.py -k "not memory and not are_streamed"
+MEASURED := --ignore=tests/engine/test_refusal.py --ignore=tests/integration/kv_chunks/test_memory.py -k "not memory and not are_streamed"
 sanitized: setup $(VENV)/.clients
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/python.sh -n 2 --dist worksteal $(SANITIZED) $(MEASURED)
 

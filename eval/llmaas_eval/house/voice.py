@@ -27,7 +27,7 @@ _LEFT_OUT = (
     "eval/llmaas_eval/house/voice.py",  # itself, and its test
     "llmaas_plugins/demo/conversations/",
     "tests/data/",
-    "tests/unit/test_house_voice.py",
+    "tests/unit/eval/house/test_voice.py",
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from llmaas_hooks import native, specs, types
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "hooks.md"
 HEADING = re.compile(r"^### `(.+)`$", re.MULTILINE)
 

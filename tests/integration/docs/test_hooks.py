@@ -11,7 +11,7 @@ from llmaas_hooks import HookManager, hookimpl, serving_context
 from llmaas_hooks.implementations import Implementation
 from llmaas_patches import install
 
-TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "hooks.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "reference" / "hooks.md").read_text()
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 TOP, *SECTIONS = re.split(r"^### `", TEXT, flags=re.MULTILINE)
 EXAMPLES = {

@@ -16,7 +16,7 @@ from llmaas_plugins.knn_lm.build.update_datastore import is_update_due
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore.summary import read_summary
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+GOLDEN = Path(__file__).parents[2] / "data" / "golden"
 FINGERPRINT = bytes(range(32))
 FIRST, _, LAST = IDS = (
     "12cbc6f43eac9181c49e6572492b2280",

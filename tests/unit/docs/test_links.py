@@ -11,7 +11,7 @@ import pytest
 
 from llmaas_eval.house.source_pages import links_in, on_page_markdown, symbol_line
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILES = subprocess.run(
     ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
 ).stdout.splitlines()

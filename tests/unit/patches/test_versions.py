@@ -14,7 +14,7 @@ from llmaas_patches import compat, install
 from llmaas_patches.patcher import Patch, apply, check
 from llmaas_patches.table import PATCHES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_metadata_asks_for_the_range_that_was_tried():

@@ -15,7 +15,7 @@ from llmaas_plugins.server.api_keys import read_key_file
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "service.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "service.md").read_text()
 KEY = "mail-2f6c51e5b0d34a1c"
 
 

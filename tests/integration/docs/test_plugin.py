@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import run_python
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "docs" / "examples" / "llmaas-usage"
 TUTORIAL = (ROOT / "docs" / "tutorial" / "plugin.md").read_text()
 EXCERPTS = re.findall(r"```\w+ file=(\S+)\n(.*?)```", TUTORIAL, re.DOTALL)

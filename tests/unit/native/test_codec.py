@@ -30,7 +30,7 @@ from llmaas_plugins._native import (
     landings_fit,
 )
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+GOLDEN = Path(__file__).parents[2] / "data" / "golden"
 KEY = bytes(range(32))
 ROW = 256
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "reference" / "checklist.md").read_text()
 NAMED = re.findall(r"`(tests/\S+?)(?:::(\w+))?` \|", PAGE)
 

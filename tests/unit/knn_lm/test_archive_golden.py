@@ -14,7 +14,7 @@ from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.archive.record import Record
 from llmaas_plugins.knn_lm.archive.segments import Binding
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "v1.segment"
+GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "v1.segment"
 BINDING = Binding(bytes(range(32)), 6, "final_norm")
 
 

@@ -14,7 +14,7 @@ from llmaas_plugins.elastic import latency, profiling
 from llmaas_plugins.elastic.config import ElasticConfig
 from llmaas_plugins.elastic.plugin import ElasticModels
 
-PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "elastic.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "elastic.md").read_text()
 TABLES = ("uniform", "searched")
 
 

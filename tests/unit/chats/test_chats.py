@@ -11,7 +11,7 @@ from llmaas_hooks.errors import ConfigError
 from llmaas_plugins.chats.exports import Conversation, Message, load_conversations
 from llmaas_plugins.files import json_rows
 
-DATA = Path(__file__).parents[1] / "data" / "chats"
+DATA = Path(__file__).parents[2] / "data" / "chats"
 USER_ROW = {"messages": [{"role": "user", "content": "hi"}]}
 
 

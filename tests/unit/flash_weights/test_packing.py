@@ -238,7 +238,7 @@ def test_only_one_at_a_time_writes_it(model, how, expected):
 KILLED = """
 import os, signal, sys
 sys.path[:0] = sys.argv[3:]
-import test_flash_packing as tests
+import test_packing as tests
 from pathlib import Path
 for i, _ in enumerate(getattr(tests, sys.argv[1]).write(Path(sys.argv[2]))):
     if i == 3:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "reference" / "threat-model.md").read_text()
 CLAIMS = re.findall(r"\| claim \| test \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE)
 ROWS = [row for table in CLAIMS for row in table.splitlines()]

@@ -11,7 +11,7 @@ import pytest
 
 from llmaas_plugins import activate
 
-TEXT = (Path(__file__).parents[2] / "docs" / "tutorial" / "first-app.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "tutorial" / "first-app.md").read_text()
 APP, ACTIVATE, SERVICE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 (CONFIG,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
 
