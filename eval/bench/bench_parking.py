@@ -33,7 +33,7 @@ N_SEQUENCES = PARKED_SEQUENCES.start + PARKED[-1] // N_BLOCK + 1
 class Engine:
     """Context with spare cells, driven by llama.cpp's bindings.
 
-    The class has the attributes of an engine that ``Parking`` uses.
+    The class has the attributes of an engine that ``ParkedContexts`` uses.
     """
 
     model: int

@@ -17,7 +17,7 @@ class Parks:
 
     Attributes:
         engine: Engine of the last request.
-        parking: Parking of the last request.
+        parking: Parked contexts of the last request.
     """
 
     def __init__(self, n_spare=256):

@@ -38,7 +38,7 @@ class Spares:
 
     Attributes:
         store: Store of its engine.
-        parking: Parking of its engine.
+        parking: Parked contexts of its engine.
         spare: Spare cells of its engine.
         memory: Memory of the engine's cells.
         collapsed: For each request, whether the cells had to be given back.

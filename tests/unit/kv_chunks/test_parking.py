@@ -22,7 +22,7 @@ RNG = np.random.default_rng(5)
 
 @dataclass(eq=False)
 class Engine:
-    """The parts of an engine that ``Parking`` uses."""
+    """The parts of an engine that ``ParkedContexts`` uses."""
 
     ctx: int
     n_spare: int = N_SPARE
@@ -95,7 +95,7 @@ class App:
         return sorted(position for position, labels in self.cells() if sequence in labels)
 
     def check(self):
-        """Assert both rules of ``Parking``, and the content of sequences."""
+        """Assert both rules of ``ParkedContexts``, and the content of sequences."""
         cells = self.cells()
         n_parked = sum(bool(labels - {0}) for _, labels in cells)
         assert n_parked == self.parking.n_cells <= self.engine.n_spare
