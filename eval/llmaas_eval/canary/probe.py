@@ -254,7 +254,7 @@ class _Hooked(_Vanilla):
         pointers[1] = ctypes.addressof(overrides)  # the field after ``devices``
         self._hook.llmaas_load_begin(self._weights)
         model = super().load(params)
-        self._hook.llmaas_load_end()
+        self._hook.llmaas_load_end(self._ffi.cast("void *", int(model or 0)))
         self._check(is_created=False)
         self._hook.llmaas_weights_set_memory(self._weights, 0, 1 << 20)
         return model
