@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_native/*)
 
-.PHONY: demo test test-train soak sanitized peer-tests compat results lint docs native-test releases canary tsan bench setup clean
+.PHONY: demo test quick test-train soak sanitized peer-tests compat results lint docs native-test releases canary tsan bench setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/llmaas demo
@@ -16,6 +16,13 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: setup $(VENV)/.clients native-test
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --ignore=tests/load --ignore=tests/train -n auto --dist worksteal --durations=10
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/load
+
+QUICK := tests/unit --ignore=tests/unit/eval tests/engine/test_pass_through.py tests/integration/test_requests.py
+
+# Run the unit tests that are not slow, and a few tests of whole models: a minute, for use while you work.
+quick: export PYTHONDONTWRITEBYTECODE =
+quick: setup $(VENV)/.clients
+	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest -m "not slow" -n auto --dist worksteal $(QUICK)
 
 # Run the tests of code that needs torch. The first run installs it.
 test-train: export PYTHONDONTWRITEBYTECODE =

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _WITHOUT = """
 import importlib, pkgutil, sys
 sys.modules["torch"] = None  # importing it fails from here on
@@ -28,6 +30,7 @@ def without_torch(*arguments):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_it_is_imported_by_two_modules_and_neither_by_activation_nor_for_help():
     found, help_ = without_torch("--help").split("\n", 1)
     assert found == "llmaas_plugins.elastic.gradients llmaas_plugins.elastic.torch_model"

@@ -98,6 +98,7 @@ def test_a_signal_that_a_callback_swallows_comes_again(command, capsys):
 
 @pytest.mark.parametrize("name", ["llmaas_plugins.cli.commands", "pydantic", "numpy", "llama_cpp"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.slow
 def test_a_signal_while_modules_are_imported(name, number, status):
     script = DURING.format(name=name, number=int(number))
     done = subprocess.run(
@@ -110,6 +111,7 @@ def test_a_signal_while_modules_are_imported(name, number, status):
     ("arguments", "statuses"),
     [(("plugins",), {141}), (("doctor", "--json"), {0}), (("demo", "--help"), {0, 141})],
 )
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(arguments, statuses):
     reader, writer = os.pipe()
     os.close(reader)
@@ -124,6 +126,7 @@ def test_a_reader_that_has_seen_enough(arguments, statuses):
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [("plugins",), ("doctor", "--json")])
+@pytest.mark.slow
 def test_output_on_a_full_disk(arguments):
     with FULL.open("wb") as full:
         done = subprocess.run(

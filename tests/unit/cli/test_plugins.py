@@ -85,6 +85,7 @@ def test_a_distribution_without_metadata(listed):
     assert row["error"] is None
 
 
+@pytest.mark.slow
 def test_every_plugin_broken_and_help_is_there(tmp_path):
     (tmp_path / "broken-1.dist-info").mkdir()
     (tmp_path / "broken-1.dist-info" / "entry_points.txt").write_text(

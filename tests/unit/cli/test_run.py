@@ -78,6 +78,7 @@ def llmaas(python):
         ("-mprobe", "a"),
     ],
 )
+@pytest.mark.slow
 def test_as_python_would(python, llmaas, args):
     plain, run = python(*args), llmaas("run", *args)
     assert (run.returncode, run.stderr) == (0, "")
@@ -85,6 +86,7 @@ def test_as_python_would(python, llmaas, args):
 
 
 @pytest.mark.parametrize("app", ["package", "app.zip"])
+@pytest.mark.slow
 def test_folder_or_archive(llmaas, folder, app):
     run = llmaas("run", app, "a")
     found = json.loads(run.stdout)
@@ -99,6 +101,7 @@ def test_a_link_runs_from_where_the_script_is(python, llmaas, folder):
 
 
 @pytest.mark.parametrize("ending", ["3", "None", "'bad luck'", "True"])
+@pytest.mark.slow
 def test_exit_codes_are_kept(python, llmaas, folder, ending):
     (folder / "leave.py").write_text(f"import sys; sys.exit({ending})")
     plain, run = python("leave.py"), llmaas("run", "leave.py")
@@ -108,6 +111,7 @@ def test_exit_codes_are_kept(python, llmaas, folder, ending):
 @pytest.mark.parametrize(
     "code", ["1 / 0", "def broken(:", "import llmaas_hooks as h; raise h.ConfigError('mine')"]
 )
+@pytest.mark.slow
 def test_an_uncaught_exception_looks_as_ever(python, llmaas, folder, code):
     (folder / "fail.py").write_text(code)
     plain, run = python("fail.py"), llmaas("run", "fail.py")
@@ -139,6 +143,7 @@ HANDLERS = {
         ("none", signal.SIGTERM, -signal.SIGTERM, b""),  # as under python: no handler
     ],
 )
+@pytest.mark.slow
 def test_a_signal_is_the_apps_first(folder, dist_plugins, *, handler, number, status, said):
     (folder / "wait.py").write_text(
         f"import sys, time\ncaught = False\n{HANDLERS[handler]}\ntry:\n"
@@ -172,6 +177,7 @@ def test_the_suite_is_active_inside(llmaas):
     assert llmaas("run", "active.py").stdout == "[] True\n"
 
 
+@pytest.mark.slow
 def test_plugins_option_and_variable(llmaas):
     assert llmaas("run", "--plugins", "recorder", "active.py").stdout == "['recorder'] True\n"
     assert llmaas("run", "active.py", LLMAAS_PLUGINS="recorder").stdout == "['recorder'] True\n"

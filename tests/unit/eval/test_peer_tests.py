@@ -233,6 +233,7 @@ def test_the_last_line_of_a_test_counts(tmp_path):
     assert read_record(path) == ({"a": PASSED}, {"plugins": {}})
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path):
     """A test with equal behavior counts as equal, and one that differs is found."""
     import importlib.metadata

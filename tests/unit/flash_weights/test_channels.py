@@ -109,6 +109,7 @@ def test_numbers_of_q4_k_are_kept_and_scales_nearly(tmp_path):
 
 
 @pytest.mark.parametrize("group_layers", [1, 2, 3, 64])
+@pytest.mark.slow
 def test_layers_of_a_group_are_in_one_record(tmp_path, group_layers):
     path, _, file = packed(tmp_path, group_layers=group_layers, n_layers=4)
     weights = weights_of(path)

@@ -31,6 +31,7 @@ def test_names():
     assert sorted(names) == sorted(specs.__all__)
 
 
+@pytest.mark.slow
 def test_every_hook_has_a_test():
     found = {
         node.name

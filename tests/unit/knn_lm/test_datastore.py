@@ -92,6 +92,7 @@ class TestSearch:
 
     @pytest.mark.parametrize("n_embd", [64, 200])
     @pytest.mark.parametrize("share", [1, 2, 4])
+    @pytest.mark.slow
     def test_recall_holds_however_little_the_basis_keeps(self, path, n_embd, share):
         made_of = pairs(5000, n_embd)
         basis = fit_basis(made_of["keys"], n_embd // share) if share > 1 else None
@@ -306,6 +307,7 @@ class TestRefusals:
                 Datastore.open(path, MODEL)
 
     @pytest.mark.parametrize("name", ARRAYS)
+    @pytest.mark.slow
     def test_a_bit_that_flipped_in_an_array(self, written, name):
         path, _ = written
         counts = counts_of(path)
@@ -351,6 +353,7 @@ class TestRefusals:
             (36, "<Q", 1 << 40),  # text without end
         ],
     )
+    @pytest.mark.slow
     def test_counts_no_writer_writes_in_a_header_whose_sum_is_right(self, written, at, kind, value):
         path, _ = written
         whole = bytearray(path.read_bytes())
@@ -405,6 +408,7 @@ class TestRefusals:
         "name", ["weights", "mean", "axes", "center", "steps", "scales", "norms", "front_norms"]
     )
     @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 3e38, -1.0])
+    @pytest.mark.slow
     def test_impossible_numbers_are_refused_when_it_is_opened(self, written, name, wrong):
         path, _ = written
         file = DatastoreFile(path)

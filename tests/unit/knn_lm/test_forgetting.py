@@ -89,6 +89,7 @@ def at_each_step(monkeypatch, act):
         monkeypatch.setattr(kind, name, watched(getattr(kind, name)))
 
 
+@pytest.mark.slow
 def test_killed_at_any_point(store, tmp_path):
     """Each state that a kill would leave is copied and opened later."""
     copies = []
@@ -131,6 +132,7 @@ def test_what_is_being_written_by_others_meanwhile_stays(store):
     assert left.messages == record(5).conversation.messages
 
 
+@pytest.mark.slow
 def test_stopped_by_sigterm_at_any_point(store, tmp_path, capsys):
     """The signal raises an error at that point, and the files are closed on the way out."""
     n_stopped = 0

@@ -106,6 +106,7 @@ store.evict_context("a")
 
 @pytest.mark.parametrize("step", ["commit", "slab", "log", "gaps"])
 @pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.slow
 def test_a_deletion_that_is_killed_is_finished_or_never_was(kv, where, step):
     command = [sys.executable, "-c", DIE, str(kv), where, step]
     assert subprocess.run(command, check=False, timeout=60).returncode == -9

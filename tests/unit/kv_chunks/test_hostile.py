@@ -675,6 +675,7 @@ def test_store_of_another_user_is_refused(kv):
 READ_ONLY = 'mount --bind {0} {0} && mount -o remount,bind,ro {0} && shift && exec "$@"'
 
 
+@pytest.mark.slow
 def test_read_only_file_system_is_named(kv):
     """Even root cannot write there."""
     script = READ_ONLY.format(kv)

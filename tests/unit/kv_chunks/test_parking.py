@@ -332,6 +332,7 @@ def test_apps_that_share_no_chunks_share_no_parked_context(app):
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_whatever_is_asked_the_rules_hold(model, seed):
     """Contexts grow, are cut, edited and left, in an ever more fragmented cache."""
     rng = np.random.default_rng(seed)

@@ -248,6 +248,7 @@ def test_slab_is_cut_behind_the_last_chunk(disk, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow
 def test_chunks_that_move_keep_their_bytes(seed):
     """Random cuts, frees, uses and claims never mix up chunks' bytes or lose room."""
     rng = np.random.default_rng(seed)

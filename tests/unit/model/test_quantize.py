@@ -42,6 +42,7 @@ def types_of_matrices(path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "weights"), scale(SOME, EVERY))
+@pytest.mark.slow
 def test_every_matrix_gets_the_type_and_the_model_runs(original, tmp_path, name, weights):
     path = quantize(original(name), tmp_path / "model.gguf", weights)
     assert types_of_matrices(path) == dict.fromkeys(types_of_matrices(original(name)), weights)

@@ -174,6 +174,7 @@ def hurried():
 
 
 @pytest.mark.usefixtures("hurried")
+@pytest.mark.slow
 def test_threads_may_call_while_patches_come_and_go(engine):
     stop, seen = threading.Event(), set()
 

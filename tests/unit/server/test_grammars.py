@@ -184,6 +184,7 @@ assert "grammar" in worker._checked(found, worker.step_budget(found), "grammar",
 """
 
 
+@pytest.mark.slow
 def test_json_is_accepted_with_any_vocabulary_and_processor(reference_model):
     """With 400,000 tokens, each step of any grammar takes more than 50 ms."""
     command = [sys.executable, "-c", _LARGE, str(reference_model)]

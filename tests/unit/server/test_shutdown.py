@@ -112,6 +112,7 @@ reach("outside")
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("moment", ["inside", "outside", "atexit", "finalization"])
+@pytest.mark.slow
 def test_a_second_signal_at_any_moment_ends_it_with_the_same_status(number, moment):
     with subprocess.Popen(
         [sys.executable, "-c", LEAVING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
