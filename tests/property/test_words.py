@@ -306,4 +306,4 @@ def test_together_they_say_what_one_alone_says(  # noqa: PLR0917  its fixtures
 ):
     seeds = range(first, first + N_SEEDS)
     streamed = [check(names, seed, model, knn, alone, tmp_path) for seed in seeds]
-    assert set(streamed) == {"flash_weights" in names}
+    assert any(streamed) == ("flash_weights" in names)

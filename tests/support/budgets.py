@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 
 from llmaas_hooks import BudgetError
-from llmaas_plugins.machine import resident_bytes
+from llmaas_plugins.machine import release_memory, resident_bytes
 
 MIB = 1 << 20
 ROOM = 100 * MIB
@@ -30,6 +31,8 @@ def least(flash):
 
 def squeeze(flash, n_more=0):
     """Set a budget ``n_more`` MiB above the smallest possible one."""
+    gc.collect()
+    release_memory()  # memory that is freed later would keep weights
     for _ in range(5):
         with contextlib.suppress(BudgetError):  # the process has grown meanwhile
             flash.set_memory_budget((least(flash) + n_more) * MIB)
