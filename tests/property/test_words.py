@@ -29,7 +29,7 @@ from llmaas_plugins import activate, elastic, without
 NAMES = ("kv_chunks", "flash_weights", "elastic", "knn_lm")
 COMBINATIONS = [*itertools.combinations(NAMES, 2), NAMES]
 N_STEPS = scale(10, 60)
-N_SEEDS = scale(2, 6)  # seeds in one part of the run
+N_SEEDS = scale(1, 6)  # seeds in one part of the run
 N_TOKENS = 8
 NARROW = 0.5
 FIRST = f"User: {QUESTIONS[1]}\nAssistant: At seven, from the pier.\nUser: "
