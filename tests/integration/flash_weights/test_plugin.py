@@ -262,15 +262,26 @@ print(json.dumps([found == expected, error, [line for line in said if "was repla
 """
 
 
+@pytest.fixture(scope="module")
+def another(tmp_path_factory):
+    """Return another packed model of the same shape."""
+    path = tmp_path_factory.mktemp("another") / "model.gguf"
+    write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0, seed=7)
+    assert main(["flash", "pack", str(path)]) == 0
+    return path
+
+
 @pytest.mark.parametrize("what", ["packed", "model"])
 @pytest.mark.parametrize("on_error", ["raise", "log"])
-def test_a_file_that_is_replaced_during_the_load_is_refused(packed, tmp_path, what, on_error):
+def test_a_file_that_is_replaced_during_the_load_is_refused(
+    packed, another, tmp_path, what, on_error
+):
     """Otherwise the model in memory and the streamed weights would belong to two models."""
     path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
     shutil.copyfile(packed, path)
     shutil.copyfile(packed_path(packed), packed_path(path))
-    write_random_model(other, SHAPE, GGMLQuantizationType.Q8_0, seed=7)
-    assert main(["flash", "pack", str(other)]) == 0
+    shutil.copyfile(another, other)
+    shutil.copyfile(packed_path(another), packed_path(other))
     script = f"what, on_error = {what!r}, {on_error!r}" + REPLACED
     is_vanilla, error, said = run(path, script, is_packed=True)
     replaced = path if what == "model" else packed_path(path)
