@@ -322,7 +322,7 @@ class Load:
         # a busy machine may stop one app from talking
         assert min(n_said) >= scale(0, len(self.peaks) / 4)
         assert sum(n_said) >= len(self.peaks)
-        assert restored > 0
+        assert restored > scale(-1, 0)  # a short form may have a single life
 
     def live(self):
         """Run one life, perhaps on a disk that fails."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import LlmaasError
+from llmaas_hooks import LlmaasError, PluginError
 from llmaas_plugins.activation import activate
 from llmaas_plugins.cli.doctor.findings import Finding
 from llmaas_plugins.cli.doctor.resources import import_server
@@ -80,7 +80,8 @@ def _opened(model: Path, config: Config) -> Iterator[Finding]:
             status = suite.status()
     except (LlmaasError, ValueError, RuntimeError) as error:
         step = "correct the setting that it names, or remove the plugin from the configuration"
-        return iter([_problem("opening it", str(error), step)])
+        name = f"plugins.{error.plugin}" if isinstance(error, PluginError) else "opening it"
+        return iter([_problem(name, str(error), step)])
     return _reported(config, status)
 
 
