@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -83,6 +84,16 @@ def _own_digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("MPLCONFIGDIR", fonts)  # matplotlib needs seconds to rebuild its font cache
         yield
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_before() -> Iterator[None]:
+    """Put the suite's logger back, which commands with ``-v`` change for their whole process."""
+    logger = logging.getLogger("llmaas")
+    handlers, propagates, level = list(logger.handlers), logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate = handlers, propagates
+    logger.setLevel(level)  # also drops what loggers have cached about the level
 
 
 @pytest.fixture(autouse=True)

@@ -198,12 +198,9 @@ def test_func_contract(monkeypatch, capsys):
     assert capsys.readouterr().err == "llmaas: error: two lines\n"
 
 
-def test_verbose_touches_only_the_suites_logger(monkeypatch, capsys):
+def test_verbose_touches_only_the_suites_logger(capsys):
     logger, root = logging.getLogger("llmaas"), logging.getLogger()
     before = list(root.handlers)
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(logger, "level", logger.level)
     main(["-vv", "plugins"])
     assert logger.level == logging.DEBUG
     assert root.handlers == before
