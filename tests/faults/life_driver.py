@@ -206,6 +206,8 @@ class Life:
                     self.check(llama, prompt)
                 if how == 3:
                     one = self.random.choice(self.engines)
+                    if self.is_streamed:  # a squeezed budget has no room for another context
+                        make_room(self.suite.plugin("flash_weights"))
                     make_context_beside(one, self.may_refuse(one))
                 assert self.suite.status()["errors"] == {}
                 if how == 1:
