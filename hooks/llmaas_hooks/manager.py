@@ -212,7 +212,7 @@ class HookManager:
 
     def handle(self, error: PluginError) -> None:
         """Raise ``error`` or log it, depending on ``on_error``."""
-        if self._raises or isinstance(error.__cause__, UnmetBudgetError):
+        if self._is_raised(error):
             self._failures.count(error)
             raise error
         self._failures.log(error)
@@ -237,6 +237,10 @@ class HookManager:
                 self._failures.log(PluginError(plugin, f"{hook} (deferred)", error))
 
         return run
+
+    def _is_raised(self, error: PluginError) -> bool:
+        """Return whether the app gets ``error``; it always gets an unmet memory budget."""
+        return self._raises or isinstance(error.__cause__, UnmetBudgetError)
 
     def _shut_down(self, implementation: Implementation) -> None:
         try:
@@ -276,8 +280,7 @@ class HookManager:
                 results[implementation.plugin] = implementation(arguments)
             except Exception as error:
                 named = PluginError(implementation.plugin, hook, error)
-                is_raised = self._raises or isinstance(error, UnmetBudgetError)
-                if failed is None and (is_raised if raises is None else raises):
+                if failed is None and (self._is_raised(named) if raises is None else raises):
                     self._failures.count(named)
                     failed = named
                 else:

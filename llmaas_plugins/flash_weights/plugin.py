@@ -233,8 +233,8 @@ class FlashWeights:
                 with the shortest context.
         """
         residency, sizes = self._residency, sizes_of(tensors, Metadata(0, 1.0), _SHORTEST)
+        gc.collect()
         with residency.lock:
-            gc.collect()
             release_memory()  # memory that checking the files took
             residency.look()
             process = residency.others()

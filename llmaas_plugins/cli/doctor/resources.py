@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
     from llmaas_plugins.config import Config
 
-__all__ = ["import_server", "resource_findings", "say_problems"]
+__all__ = ["resource_findings", "say_problems"]
 
 _log = logging.getLogger("llmaas.cli")
 
@@ -108,16 +106,6 @@ def _knn_lm(settings: Any) -> Iterator[Finding]:
     else:
         problem = f"there is no datastore in {directory}, so nothing is mixed or proposed"
         yield Finding("machine", name, None, None, problem, step)
-
-
-def import_server() -> None:
-    """Import the modules of ``llmaas serve``, so that this process becomes as large as a service.
-
-    Without the ``server`` extra, nothing is imported.
-    """
-    with contextlib.suppress(ImportError):
-        for name in ("application", "http_server", "upstream"):
-            importlib.import_module(f"llmaas_plugins.server.{name}")
 
 
 def _memory(name: str, wanted: int) -> Finding:

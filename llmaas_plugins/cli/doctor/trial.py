@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import LlmaasError, PluginError
 from llmaas_plugins.activation import activate
 from llmaas_plugins.cli.doctor.findings import Finding
-from llmaas_plugins.cli.doctor.resources import import_server
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.machine import available_bytes
 from llmaas_plugins.model.gguf_header import read_header
+from llmaas_plugins.server import import_server
 
 if TYPE_CHECKING:
     from llmaas_plugins.config import Config

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import StoreError, TensorInfo
-from llmaas_plugins.cli.doctor.resources import import_server
 from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.options import at_least, positive
 from llmaas_plugins.cli.output import print_report, progress_bar
+from llmaas_plugins.server import import_server
 from llmaas_plugins.sizes import memory_bytes
 
 if TYPE_CHECKING:

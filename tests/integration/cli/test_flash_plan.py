@@ -206,7 +206,7 @@ def test_what_is_no_model(tmp_path, capsys):
 MEASURES = """
 import sys
 import llama_cpp
-from llmaas_plugins.cli.doctor.resources import import_server
+from llmaas_plugins.server import import_server
 from llmaas_plugins.cli.flash import plan as flash_plan
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.flash_weights import planner
