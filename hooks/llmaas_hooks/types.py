@@ -53,7 +53,7 @@ class Plugin(Protocol):
 
 
 class Engine(Protocol):
-    """One ``llama_cpp.Llama`` and its context, as plugins see them."""
+    """One ``llama_cpp.Llama`` and its context; valid as long as the app keeps its ``Llama``."""
 
     @property
     def llama(self) -> Any:
@@ -143,7 +143,10 @@ class Engine(Protocol):
         """
 
     def require_evaluation(self) -> None:
-        """Make ``Llama`` evaluate a prompt's last token again, even if it holds its logits."""
+        """Make ``Llama`` evaluate a prompt's last token again, even if it holds its logits.
+
+        A plugin that changes how tokens are computed needs this.
+        """
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the background thread; calls into this engine wait until it is done."""
@@ -323,11 +326,11 @@ class Request:
         tokens: The whole prompt, shape ``(n,)`` int32.
         context_id: Name of the request's persistent context; None for a stateless request.
         app: Name of the app that made the request; None if unknown.
-        declined: Names of plugins that the app switched off for this request; each plugin must
-            check this itself.
+        declined: Names of plugins that the app switched off for this request. A plugin that changes
+            generated text must check this itself and leave such a request alone.
         levels: Levels that the app asks for; a plugin that serves levels must check this itself.
-        reads_tokens: Whether the app gave a logits processor or a stopping criterion; both read the
-            tokens so far.
+        reads_tokens: Whether the app gave a logits processor or a stopping criterion. Both read the
+            tokens so far, so a plugin must not evaluate tokens that were not generated.
     """
 
     engine: Engine

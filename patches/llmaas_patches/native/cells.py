@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmaas_patches.native.library import Library
 
 if TYPE_CHECKING:
-    from llmaas_patches.native.contexts import Context
+    from llmaas_patches.native.backend_context import BackendContext
 
 __all__ = ["Cells"]
 
@@ -23,7 +23,7 @@ _SET_DATA = ctypes.cast(llama_cpp._lib.llama_state_seq_set_data, ctypes.c_void_p
 class Cells:
     """Memory of a context's KV cells."""
 
-    def __init__(self, context: Context, library: Library) -> None:
+    def __init__(self, context: BackendContext, library: Library) -> None:
         """Attach to ``context``."""
         self._context, self._library = context, library
 

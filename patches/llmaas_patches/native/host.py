@@ -19,6 +19,7 @@ from llmaas_hooks import (
     PluginError,
 )
 from llmaas_patches.loading import replaced
+from llmaas_patches.native.backend_context import BackendContext
 from llmaas_patches.native.claims import (
     HOOK,
     Place,
@@ -28,7 +29,6 @@ from llmaas_patches.native.claims import (
     resolve,
     tensor_places,
 )
-from llmaas_patches.native.contexts import Context
 from llmaas_patches.native.library import Library, load_library
 
 __all__ = ["NativeHost", "native_host"]
@@ -100,7 +100,7 @@ class NativeHost:
         self._hooks, self._library = hooks, library
         self._ffi, self._lib = library
         self._models: dict[int, _Model] = {}
-        self._contexts: dict[int, Context] = {}
+        self._contexts: dict[int, BackendContext] = {}
         self._is_registered = True
         self._lib.llmaas_register()
 
@@ -232,7 +232,7 @@ class NativeHost:
             table = self._ffi.NULL
             ctx, engine = self._creating(table, lambda: original(params))
         if ctx is not None and engine != self._ffi.NULL:
-            self._contexts[int(ctx)] = Context(self._library, engine, int(ctx), model, table)
+            self._contexts[int(ctx)] = BackendContext(self._library, engine, int(ctx), model, table)
         return ctx
 
     def opened(self, ctx: int) -> None:

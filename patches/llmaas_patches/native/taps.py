@@ -13,7 +13,7 @@ from llmaas_hooks.native import Activation, States
 from llmaas_patches.native.library import Library
 
 if TYPE_CHECKING:
-    from llmaas_patches.native.contexts import Context
+    from llmaas_patches.native.backend_context import BackendContext
 
 __all__ = ["ACTIVATIONS", "STATES", "Density", "Magnitudes", "Moments", "Rows", "Tap"]
 
@@ -28,7 +28,7 @@ _ROWS = 16
 class Tap:
     """A subscription. The consumer's C object is freed once no graph can reach it."""
 
-    def __init__(self, context: Context, tap: Any, user: Any) -> None:
+    def __init__(self, context: BackendContext, tap: Any, user: Any) -> None:
         """Subscribe ``tap``, whose consumer is ``user``."""
         self._context = context
         self._user = user
@@ -50,7 +50,9 @@ class Tap:
 class Density(Tap):
     """``llmaas_density`` of a context."""
 
-    def __init__(self, context: Context, library: Library, row_step: int, layer_step: int) -> None:
+    def __init__(
+        self, context: BackendContext, library: Library, row_step: int, layer_step: int
+    ) -> None:
         """Subscribe, for positions up to the context's length."""
         if min(row_step, layer_step) < 1:
             raise ValueError(f"steps must be 1 or more, found {row_step} and {layer_step}")
@@ -115,7 +117,12 @@ class Rows(Tap):
     """``llmaas_hidden_states`` of a context."""
 
     def __init__(
-        self, context: Context, library: Library, states: States, layer: int | None, capacity: int
+        self,
+        context: BackendContext,
+        library: Library,
+        states: States,
+        layer: int | None,
+        capacity: int,
     ) -> None:
         """Subscribe, with a buffer for ``capacity`` rows."""
         n_layer = int(llama_cpp.llama_model_n_layer(context.model))
@@ -155,7 +162,7 @@ class Channels(Tap):
 
     def __init__(
         self,
-        context: Context,
+        context: BackendContext,
         library: Library,
         activation: Activation,
         n_channels: Mapping[int, int],

@@ -12,7 +12,7 @@ from llmaas_hooks import ChannelColumns, ChannelOperand, ConfigError, FileStamp,
 from llmaas_patches.native.library import Library
 
 if TYPE_CHECKING:
-    from llmaas_patches.native.contexts import Context
+    from llmaas_patches.native.backend_context import BackendContext
 
 __all__ = ["Weights"]
 
@@ -24,7 +24,7 @@ _CACHES = ("streamed", "busiest", "recent")
 class Weights:
     """Memory of a model's weights that are read from files."""
 
-    def __init__(self, context: Context, library: Library) -> None:
+    def __init__(self, context: BackendContext, library: Library) -> None:
         """Attach to the model of ``context``."""
         self._context, self._library = context, library
 

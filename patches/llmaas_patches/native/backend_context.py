@@ -14,7 +14,7 @@ from llmaas_patches.native.library import Library
 from llmaas_patches.native.taps import ACTIVATIONS, STATES, Density, Magnitudes, Moments, Rows, Tap
 from llmaas_patches.native.weights import Weights
 
-__all__ = ["Context"]
+__all__ = ["BackendContext"]
 
 
 def _check_activation(activation: Activation) -> None:
@@ -24,7 +24,7 @@ def _check_activation(activation: Activation) -> None:
         )
 
 
-class Context:
+class BackendContext:
     """One ``llama_context`` and its engine.
 
     Attributes:
