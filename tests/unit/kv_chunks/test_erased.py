@@ -11,52 +11,29 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from damages import overwrite
+from kv_stores import BUDGET, GEOM, ROOT, A, B, assert_works, load, on_disk, open_store, save
 from reading import reader_of
-from stored_chunks import payload, put
+from stored_chunks import payload
 
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
-from llmaas_plugins._native import Budget, KVGeometry
 from llmaas_plugins.files import sqlite_erasing, store_lock
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
 from llmaas_plugins.kv_chunks.maintenance import snapshot
 from llmaas_plugins.kv_chunks.plugin import KVChunks
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
-from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.chunk_writer import ChunkWriter
-from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.extents import PAGE
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex
 
-ROOT = b"r" * 32
-GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))
-BUDGET = 1 << 20
-A = np.arange(16 * 6 + 5, dtype=np.int32)
-B = np.concatenate([A[:32], np.arange(500, 548, dtype=np.int32)])
+LATE = np.arange(9000, 9064, dtype=np.int32)
 ONLY_A, ONLY_B = chain(ROOT, A)[2:], chain(ROOT, B)[2:]
-
-
-def open_store(directory):
-    return ChunkStore(Budget(BUDGET), DiskStore(directory, BUDGET))
-
-
-@pytest.fixture
-def kv(tmp_path):
-    """Return a store that holds two contexts with a common beginning."""
-    store = open_store(tmp_path / "kv")
-    store.set_layout(ROOT, "{}")
-    put(store, GEOM, chain(ROOT, A), "a")
-    put(store, GEOM, chain(ROOT, B), "b")
-    store.close()
-    return tmp_path / "kv"
-
-
-def everything(directory):
-    return b"".join(path.read_bytes() for path in directory.iterdir())
 
 
 def left_of(directory, ids):
     """Return the chunks whose keys, tokens or cells are in the folder's files."""
-    data = everything(directory)
+    data = on_disk(directory)
     # the other context's chunks, and shared ones
     assert all(one.tokens in data for one in chain(ROOT, B))
     cells = [payload(GEOM, one)[128:] for one in ids]
@@ -65,13 +42,6 @@ def left_of(directory, ids):
         for i, one in enumerate(ids)
         if {one.key in data, one.tokens in data, cells[i] in data} != {False}
     ]
-
-
-def n_found(store, tokens):
-    path, _ = store.match(ROOT, tokens)
-    n_ready = len(store.reader.fetch(path))
-    store.reader.unpin(path[:n_ready])
-    return n_ready
 
 
 DIE = """
@@ -113,10 +83,10 @@ def test_a_deletion_that_is_killed_is_finished_or_never_was(kv, where, step):
     assert left_of(kv, ONLY_A) or step == "gaps" or (where, step) == ("after", "log")
     store = open_store(kv)
     if (where, step) == ("before", "commit"):
-        assert n_found(store, A) == len(chain(ROOT, A))
+        assert load(store, A) == len(A)
         store.evict_context("a")
     assert left_of(kv, ONLY_A) == []
-    assert n_found(store, B) == len(chain(ROOT, B))
+    assert load(store, B) == len(B)
     assert not store._writer._disk.index.is_erasing()
     store.close()
 
@@ -124,9 +94,9 @@ def test_a_deletion_that_is_killed_is_finished_or_never_was(kv, where, step):
 def test_who_reads_is_named_while_bytes_are_left(kv, monkeypatch):
     monkeypatch.setattr(sqlite_erasing, "PATIENCE_S", 0.1)
     store = open_store(kv)
-    put(store, GEOM, chain(ROOT, np.arange(9000, 9064, dtype=np.int32)), "late")
+    save(store, LATE, "late")
     store.flush()  # into the log
-    late = chain(ROOT, np.arange(9000, 9064, dtype=np.int32))
+    late = chain(ROOT, LATE)
     with reader_of(kv / "index.sqlite") as pid:
         with pytest.raises(StoreError, match=rf"process {pid} \(.*python.*has been reading"):
             store.evict_context("late")
@@ -166,6 +136,79 @@ def test_nothing_is_kept_in_a_temporary_folder(kv):
     assert where == 2  # memory: sorting and VACUUM would write texts to /tmp
 
 
+def test_deleted_context_is_gone_from_the_disk(kv):
+    """Cells, tokens and name are gone, also from the index's log and free pages."""
+    only_a, only_b = chain(ROOT, A)[2:], chain(ROOT, B)[2:]
+    assert all(payload(GEOM, wanted) in on_disk(kv) for wanted in only_a)
+    store = open_store(kv)
+    store.evict_context("a")
+    left = on_disk(kv)
+    for wanted in only_a:
+        assert payload(GEOM, wanted)[128:] not in left
+        assert wanted.tokens not in left
+        assert wanted.key not in left
+    assert all(payload(GEOM, wanted) in left for wanted in only_b)
+    assert load(store, B) == len(B)
+    store.close()
+    assert_works(kv)
+
+
+def test_what_left_the_disk_before_is_erased_too(kv):
+    """This covers chunks replaced by a larger one, evicted for room, or left by a crash."""
+    overwrite(kv / "chunks.slab", 60 * PAGE, b"left by a flush whose process was killed")
+    store = open_store(kv)
+    first = np.arange(7000, 7036, dtype=np.int32)
+    save(store, first, "grows")
+    store.flush()
+    save(store, np.arange(7000, 7064, dtype=np.int32), "grows")
+    store.flush()
+    partial = chain(ROOT, first)[-1]
+    store.evict_context("b")
+    assert b"left by a flush" not in on_disk(kv)
+    assert payload(GEOM, partial)[128:] not in on_disk(kv)
+    store.close()
+
+
+def test_context_deleted_while_it_is_written_is_gone_too(kv, monkeypatch):
+    store = open_store(kv)
+    tokens = np.arange(7000, 7064, dtype=np.int32)
+    save(store, tokens, "late")
+    write, deleted = _native.store_write, []
+
+    def slow_write(*args):
+        thread = threading.Thread(target=lambda: deleted.append(store.evict_context("late")))
+        thread.start()
+        while store.tree.contexts().get("late"):
+            pass
+        monkeypatch.undo()
+        deleted.append(thread)
+        return write(*args)
+
+    monkeypatch.setattr(_native, "store_write", slow_write)
+    store.flush()
+    deleted[0].join()
+    assert deleted[1] > 0
+    assert all(payload(GEOM, wanted)[128:] not in on_disk(kv) for wanted in chain(ROOT, tokens))
+    store.close()
+    assert_works(kv)
+
+
+def test_erasing_that_fails_is_told_and_made_up_for(kv, monkeypatch):
+    store = open_store(kv)
+
+    def fail(*args):
+        raise StoreError(5, "chunk store: erasing stopped")
+
+    monkeypatch.setattr(_native, "store_erase", fail)
+    with pytest.raises(StoreError, match="erasing stopped"):
+        store.evict_context("a")
+    assert payload(GEOM, chain(ROOT, A)[4]) in on_disk(kv)
+    monkeypatch.undo()
+    store.evict_context("b")
+    assert payload(GEOM, chain(ROOT, A)[4])[128:] not in on_disk(kv)
+    store.close()
+
+
 # -- while a write is under way ------------------------------------------------------------------
 
 MOMENTS = {
@@ -181,9 +224,9 @@ MOMENTS = {
 def test_a_context_that_is_being_written_leaves_nothing(kv, monkeypatch, moment):
     place, name, when = MOMENTS[moment]
     do, erase_freed = getattr(place, name), ChunkWriter.erase_freed
-    late, store = chain(ROOT, np.arange(9000, 9064, dtype=np.int32)), open_store(kv)
+    late, store = chain(ROOT, LATE), open_store(kv)
     store.evict_context("a")  # from here on, the store knows which places to erase
-    put(store, GEOM, late, "context-7741")
+    save(store, LATE, "context-7741")
     waits, begun = threading.Event(), []
 
     def erase(swap):
@@ -202,7 +245,7 @@ def test_a_context_that_is_being_written_leaves_nothing(kv, monkeypatch, moment)
         done = do(*args)
         if when != "before":
             wrote = payload(GEOM, late[0])[128:] if name == "store_write" else late[0].tokens
-            assert wrote in everything(kv)
+            assert wrote in on_disk(kv)
             delete()
         if when == "failing":
             raise StoreError(5, "chunk store: writing stopped")
@@ -214,10 +257,10 @@ def test_a_context_that_is_being_written_leaves_nothing(kv, monkeypatch, moment)
         store.flush()
     assert begun[0].result() > 0
     assert left_of(kv, late) == []
-    assert b"context-7741" not in everything(kv)
+    assert b"context-7741" not in on_disk(kv)
     store.close()
     assert left_of(kv, late) == []
-    assert b"context-7741" not in everything(kv)
+    assert b"context-7741" not in on_disk(kv)
 
 
 # -- disk_budget = 0 ----------------------------------------------------------------------------
@@ -240,7 +283,7 @@ def test_an_app_may_start_while_somebody_looks(kv, monkeypatch):
     def start_meanwhile(*args):
         if not started:
             started.append(open_store(kv))
-            put(started[0], GEOM, chain(ROOT, np.arange(9000, 9064, dtype=np.int32)), "new")
+            save(started[0], LATE, "new")
             started[0].flush()
         return read(*args)
 
