@@ -12,6 +12,9 @@ from llmaas_plugins.knn_lm.datastore.recall import MOST_ROWS
 
 __all__ = ["DatastoreMetadata"]
 
+_RENAMED = {"rows_per_neighbour": "rows_per_neighbor"}
+"""Names in earlier files, and today's."""
+
 
 class DatastoreMetadata(NamedTuple):
     """Names and settings.
@@ -47,7 +50,8 @@ class DatastoreMetadata(NamedTuple):
             StoreError: The JSON is damaged, or not what a writer of this version writes.
         """
         try:
-            metadata = cls(**parse_json(file.read("text").tobytes()))
+            fields = parse_json(file.read("text").tobytes())
+            metadata = cls(**{_RENAMED.get(name, name): fields[name] for name in fields})
             is_sound = (
                 all(isinstance(name, str) for name in metadata.conversations)
                 and isinstance(metadata.settings, dict)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from llmaas_plugins.knn_lm.archive.suppression import SuppressionList
 from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
 from llmaas_plugins.knn_lm.build.update_datastore import is_update_due
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.datastore.metadata import DatastoreMetadata
 from llmaas_plugins.knn_lm.datastore.summary import read_summary
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"
@@ -37,6 +40,13 @@ def folder(tmp_path):
     for golden, name in names.items():
         shutil.copyfile(GOLDEN / golden, tmp_path / name)
     return tmp_path
+
+
+def test_names_of_before_they_were_american_are_read():
+    text = {"conversations": ["a"], "settings": {}, "rows_per_neighbour": 2.5, "owners": [None]}
+    encoded = np.frombuffer(json.dumps(text).encode(), np.uint8)
+    file = SimpleNamespace(path=Path("old.knn"), read={"text": encoded}.__getitem__)
+    assert DatastoreMetadata.read(file).rows_per_neighbor == 2.5
 
 
 def test_selected_datastore_of_format_1_is_searched(folder):
