@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.elastic.levels import level_index
 from llmaas_plugins.elastic.metadata import read_elastic
-from llmaas_plugins.files.file_bytes import as_store_error, sync_directory, write
+from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, sync_directory, write
 from llmaas_plugins.files.partial_file import taken
 from llmaas_plugins.model.digest import file_digest
 
@@ -204,7 +204,8 @@ class Latency(_Model):
             StoreError: The file cannot be read, is damaged, or has another version.
         """
         try:
-            return cls.model_validate(_File.model_validate_json(path.read_bytes()).times)
+            with os.fdopen(os.open(path, os.O_RDONLY | OPEN_FLAGS), "rb") as file:
+                return cls.model_validate(_File.model_validate_json(file.read()).times)
         except FileNotFoundError:
             return None
         except OSError as error:

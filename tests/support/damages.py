@@ -19,6 +19,17 @@ def each(table, *, but=()):
     return pytest.mark.parametrize("damage", [table[name] for name in names], ids=names)
 
 
+def each_told(tables, *, but=()):
+    """Run a test with each row of several tables; a table's key is the argument ``message``."""
+    rows = {
+        name: (damage, message)
+        for message, table in tables.items()
+        for name, damage in table.items()
+        if name not in but
+    }
+    return pytest.mark.parametrize(("damage", "message"), rows.values(), ids=rows)
+
+
 def content(data):
     """Return a damage that replaces the whole content."""
     return lambda path: path.write_bytes(data)
@@ -81,10 +92,10 @@ def flips(path, places):
 
 
 def cuts(path, sizes):
-    """Yield each size, negative ones from the end, while the file is cut there."""
+    """Yield each size, negative ones from the end, while the file is cut or filled up to it."""
     whole = path.read_bytes()
     for size in sizes:
-        path.write_bytes(whole[:size])
+        path.write_bytes(whole[:size].ljust(size, b"\0"))
         yield size
     path.write_bytes(whole)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from damages import FOREIGN, ODD, each, flip
 from elastic_models import elastic_of, scores_of, shuffled, write
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from hypothesis import given
@@ -145,10 +147,8 @@ def test_what_is_read_is_not_written_to(source, tmp_path):
 
 
 def test_a_damaged_file_is_not_restored(prepared, tmp_path):
-    path = tmp_path / "damaged.gguf"
-    content = bytearray(prepared.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
+    path = shutil.copy(prepared, tmp_path / "damaged.gguf")
+    flip(path, path.stat().st_size - 5)
     with pytest.raises(StoreError, match="is damaged: the restored bytes differ"):
         write(restore(path, tmp_path / "restored.gguf"))
     assert list(tmp_path.iterdir()) == [path]
@@ -362,6 +362,14 @@ def test_strings_of_impossible_lengths_are_refused(tmp_path, n_bytes, n_before):
     path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + tokens + bytes(100))
     with pytest.raises(ConfigError, match="is damaged: its metadata is truncated"):
         read_header(path)
+
+
+@each({**FOREIGN, **ODD})
+def test_files_of_another_kind_are_refused(prepared, tmp_path, damage):
+    path = shutil.copy(prepared, tmp_path / "hostile.gguf")
+    damage(path)
+    with pytest.raises((ConfigError, StoreError), match=r"hostile\.gguf"):
+        read_elastic(path)
 
 
 @given(st.data())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from damages import FOREIGN, ODD, each
 from preparing import prepare
 
 from llmaas_hooks import ConfigError, StoreError, request_scope
@@ -124,6 +125,13 @@ def test_damaged_files_and_other_versions_are_refused(tmp_path, old, new, proble
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(StoreError, match=f"{problem}.*`llmaas elastic profile` writes a new one"):
         Latency.load(path)
+
+
+@each({**FOREIGN, **ODD})
+def test_files_that_are_none_are_refused(tmp_path, damage):
+    damage(tmp_path / "times.json")
+    with pytest.raises(StoreError, match=r"cannot read .*times\.json|writes a new one"):
+        Latency.load(tmp_path / "times.json")
 
 
 class Clocked:

@@ -9,9 +9,11 @@ import shutil
 import struct
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from damages import FOREIGN, ODD, content, each_told
 from elastic_models import scores_of
 from gguf import GGUFReader, quants
 from llama_cpp import Llama
@@ -96,10 +98,18 @@ def test_hostile_files_are_refused(path, blocks, reference_model, changed, reaso
         read_scores(rewritten(path, **changed), blocks, reference_model)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", bytes(1000), b"\x80\x04N."])
-def test_what_is_no_file_of_scores_is_refused(path, blocks, reference_model, content):
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"has no scores of .*, or is damaged"):
+OTHERS = {"start of an archive": content(b"PK\x03\x04"), "pickle": content(b"\x80\x04N.")}
+
+
+@each_told(
+    {
+        r"has no scores of .*, or is damaged": {**FOREIGN, **OTHERS},
+        "found no file": {**ODD, "missing": Path.unlink},
+    }
+)
+def test_what_is_no_file_of_scores_is_refused(path, blocks, reference_model, damage, message):
+    damage(path)
+    with pytest.raises(ConfigError, match=message):
         read_scores(path, blocks, reference_model)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+from damages import FOREIGN, LINKS, ODD, content, each_told
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.knn_lm.archive.suppression import SuppressionList
@@ -52,8 +53,17 @@ def test_the_list_tells_nothing_without_its_key(tmp_path):
     assert (stores[0] / "forgotten").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("content", [b"", b"LLKNFGT1", b"LLKNFGT1" + bytes(47), b"x" * 56])
-def test_a_damaged_list_is_told(tmp_path, content):
-    (tmp_path / "forgotten").write_bytes(content)
-    with pytest.raises(StoreError, match=r"forgotten conversations, is damaged\. Remove it"):
+CUT = {f"{n} bytes": content((b"LLKNFGT1" + bytes(99))[:n]) for n in (8, 39, 55)}
+
+
+@each_told(
+    {
+        r"forgotten conversations, is damaged\. Remove it": {**FOREIGN, **CUT},
+        "is a symbolic link": LINKS,
+        "is not a regular file": ODD,
+    }
+)
+def test_a_damaged_list_is_told(tmp_path, damage, message):
+    damage(tmp_path / "forgotten")
+    with pytest.raises(StoreError, match=message):
         SuppressionList(tmp_path)

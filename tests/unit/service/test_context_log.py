@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from damages import FOREIGN, ODD, each, overwrite
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.service.context_log import ContextLog, ContextRecord
@@ -276,18 +277,12 @@ def empty_but_numbered(path):
     sqlite_file(path, "PRAGMA user_version=7")
 
 
-def garbage(path):
-    path.write_bytes(b"this is not a database" * 300)
-
-
 def damaged(path):
     log = ContextLog(path.parent)
     for i in range(200):
         log.add(ContextRecord(f"context-{i}", "mail", MESSAGES), 200)
     log.close()
-    content = bytearray(path.read_bytes())
-    content[4096:] = b"\xa5" * (len(content) - 4096)  # every page but the first
-    path.write_bytes(content)
+    overwrite(path, 4096, b"\xa5" * (path.stat().st_size - 4096))  # every page but the first
 
 
 FILES = [
@@ -297,16 +292,15 @@ FILES = [
     foreign_with_our_first_number,
     numbered_too_high,
     empty_but_numbered,
-    garbage,
     damaged,
 ]
 
 
-@pytest.mark.parametrize("make", FILES, ids=lambda make: make.__name__)
-def test_a_file_that_cannot_be_used_is_refused_and_left_alone(folder, make):
+@each({**{make.__name__: make for make in FILES}, **FOREIGN}, but=["empty", "one byte"])
+def test_a_file_that_cannot_be_used_is_refused_and_left_alone(folder, damage):
     folder.mkdir()
     path = folder / "contexts.sqlite"
-    make(path)
+    damage(path)
     before = path.read_bytes()
     with pytest.raises(StoreError) as caught:
         ContextLog(folder)
@@ -322,7 +316,9 @@ def test_a_directory_that_cannot_be_made(tmp_path):
         ContextLog(tmp_path / "file" / "state")
 
 
-def test_a_directory_in_the_files_place(folder):
-    (folder / "contexts.sqlite").mkdir(parents=True)
-    with pytest.raises(StoreError, match="directory"):
+@each(ODD)
+def test_other_things_in_the_files_place(folder, damage):
+    folder.mkdir()
+    damage(folder / "contexts.sqlite")
+    with pytest.raises(StoreError, match=r"contexts\.sqlite"):
         ContextLog(folder)
