@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import socket
 import sys
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +88,28 @@ def _own_digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _plugins_listed_once() -> Iterator[None]:
+    """List the installed plugins once for each state of the import path.
+
+    An activation reads the entry points of every installed distribution for each of its plugins.
+    The tests' environment has hundreds of distributions, and the tests activate thousands of times.
+    """
+    from llmaas_hooks import discovery
+
+    @functools.cache
+    def list_once(group: str, _: object) -> EntryPoints:
+        return entry_points(group=group)
+
+    def listed(group: str) -> EntryPoints:
+        folders = [folder for folder in map(Path, sys.path) if folder.exists()]
+        return list_once(group, tuple((folder, folder.stat().st_mtime_ns) for folder in folders))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(discovery, "entry_points", listed)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_before() -> Iterator[None]:
     """Put the suite's logger back, which commands with ``-v`` change for their whole process."""
@@ -116,6 +140,14 @@ def reference_model() -> Path:
         return reference_model_path()
     except FileNotFoundError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that fills a folder once for all test workers (``shared_folder``)."""
+    from shared_folders import base_of, shared_folder
+
+    return functools.partial(shared_folder, base_of(tmp_path_factory))
 
 
 @pytest.fixture

@@ -6,12 +6,6 @@ import shutil
 
 import pytest
 from flash_apps import run
-from gguf import GGMLQuantizationType
-
-from llmaas_eval.models import Shape, write_random_model
-
-SHAPE = Shape(n_layer=4, n_embd=256, n_head=4, n_head_kv=2, n_ff=4096, n_ctx=256)
-"""A shape with 15 MB of weights in Q8_0."""
 
 PRELUDE = """
 import logging, os, signal
@@ -40,15 +34,10 @@ def fails():
 """
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    path = tmp_path_factory.mktemp("faults") / "model.gguf"
-    return write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
-
-
 @pytest.fixture
-def model(original, tmp_path):
-    return shutil.copy(original, tmp_path)
+def changed(small, tmp_path):
+    """Return a copy for one test."""
+    return shutil.copy(small, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -59,21 +48,21 @@ def model(original, tmp_path):
     ],
     ids=["truncated", "overwritten"],
 )
-def test_a_file_that_changes_ends_the_answer(model, fault):
+def test_a_file_that_changes_ends_the_answer(changed, fault):
     """The error is permanent, because weights in memory may come from either file version."""
     script = f"""
 def fault(): {fault}
 ended, error = broken_off(fault)
 print(json.dumps([ended, error, fails(), said[-1]]))
 """
-    ended, error, stays, message = run(model, PRELUDE + script)
+    ended, error, stays, message = run(changed, PRELUDE + script)
     assert ended
     assert "llama_decode returned -3" in error
     assert stays
-    assert f"{model} was changed while it was in use; load the model again" in message
+    assert f"{changed} was changed while it was in use; load the model again" in message
 
 
-def test_a_disk_that_fails_for_a_while(model):
+def test_a_disk_that_fails_for_a_while(changed):
     """An unreadable descriptor of the same file simulates the failing disk."""
     script = """
 import contextlib
@@ -83,7 +72,7 @@ with contextlib.ExitStack() as stack:
     stays = fails()
 print(json.dumps([ended, stays, tokens(llama, 12) == expected, error, said[-1]]))
 """
-    *found, error, message = run(model, PRELUDE + script)
+    *found, error, message = run(changed, PRELUDE + script)
     assert found == [True] * 3
     assert "llama_decode returned -3" in error
     assert "a read from the model's files failed" in message

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 from flash_apps import run
-from gguf import GGMLQuantizationType
-
-from llmaas_eval.models import Shape, write_random_model
-
-SHAPE = Shape(n_layer=4, n_embd=256, n_head=4, n_head_kv=2, n_ff=4096, n_ctx=256)
-"""A shape with 15 MB of weights in Q8_0."""
 
 PRELUDE = """
 import signal
@@ -46,13 +39,7 @@ def while_another_computes(work):
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("forks") / "model.gguf"
-    return write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
-
-
-def test_parent_and_children_say_what_the_parent_said(model):
+def test_parent_and_children_say_what_the_parent_said(small):
     """Forks also happen between tokens, while weights are read ahead."""
     script = """
 suite, llama = app(resident_bytes() + 40 * MIB, arena=2 * MIB)
@@ -75,10 +62,10 @@ rest()
 is_streamed = streamed(suite)["models"][0]["read_bytes"] > read_before
 print(json.dumps([is_streamed, exit_code(first), exit_code(second)]))
 """
-    assert run(model, PRELUDE + script) == [True, 0, 0]
+    assert run(small, PRELUDE + script) == [True, 0, 0]
 
 
-def test_a_child_of_a_parent_that_computes_is_told_so(model):
+def test_a_child_of_a_parent_that_computes_is_told_so(small):
     """In the child, contexts of the computing model fail without hanging; other models work."""
     script = """
 def is_told():
@@ -86,10 +73,10 @@ def is_told():
 child = while_another_computes(is_told)
 print(json.dumps([child, decode(beside), tokens(llama, 8) == expected]))
 """
-    assert run(model, COMPUTING + script) == [0, 0, True]
+    assert run(small, COMPUTING + script) == [0, 0, True]
 
 
-def test_a_child_makes_a_context_of_a_model_that_its_parent_computes_with(model):
+def test_a_child_makes_a_context_of_a_model_that_its_parent_computes_with(small):
     script = """
 def make_one():
     made = llama_cpp.llama_init_from_model(other._model.model, params)
@@ -97,10 +84,10 @@ def make_one():
     llama_cpp.llama_free(made)
 print(json.dumps(while_another_computes(make_one)))
 """
-    assert run(model, COMPUTING + script) == 0
+    assert run(small, COMPUTING + script) == 0
 
 
-def test_a_child_leaves_alone_weights_that_its_parent_computes_with(model):
+def test_a_child_leaves_alone_weights_that_its_parent_computes_with(small):
     """A child keeps weights that may be half changed; other models give memory back as usual."""
     script = """
 from budgets import squeeze
@@ -114,10 +101,10 @@ def give_back():
 decode(beside), decode(other._ctx.ctx)  # the memory that they compute in is taken
 print(json.dumps(while_another_computes(give_back)))
 """
-    assert run(model, COMPUTING + script) == 0
+    assert run(small, COMPUTING + script) == 0
 
 
-def test_a_child_deactivates_while_its_parent_loads_a_model(model):
+def test_a_child_deactivates_while_its_parent_loads_a_model(small):
     """Registration waits for loads, but not for those of threads that a child does not have."""
     script = """
 import threading
@@ -137,4 +124,4 @@ ends.set()
 thread.join()
 print(json.dumps(child))
 """
-    assert run(model, PRELUDE + script) == 0
+    assert run(small, PRELUDE + script) == 0

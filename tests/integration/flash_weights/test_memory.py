@@ -7,13 +7,7 @@ import contextlib
 import pytest
 from cgroups import memory_group
 from flash_apps import MIB, run
-from gguf import GGMLQuantizationType
 from soak import scale
-
-from llmaas_eval.models import Shape, write_random_model
-
-SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=6144, n_ctx=512)
-"""A shape with 75 MB of weights in Q8_0."""
 
 PRELUDE = (
     f"""
@@ -36,14 +30,6 @@ def forget_peak():
 import time
 """
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Return a model; another one lies beside it."""
-    folder = tmp_path_factory.mktemp("memory")
-    write_random_model(folder / "other.gguf", SHAPE, GGMLQuantizationType.Q8_0, seed=1)
-    return write_random_model(folder / "model.gguf", SHAPE, GGMLQuantizationType.Q8_0)
 
 
 LIFE = """
@@ -118,7 +104,7 @@ with activate({"on_error": "raise", "plugins": {"flash_weights": arena}}) as sui
     try:
         llama = Llama(path, n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False)
         llama.eval(list(range(300, 811)))
-        for _ in zip(range(30), llama.generate([1, 2, 3], temp=0.0)): pass
+        for _ in zip(range(8), llama.generate([1, 2, 3], temp=0.0)): pass
         llama.close()
     except Exception as error:
         message = str(error)
@@ -127,17 +113,17 @@ print(json.dumps([figures, peak() / MIB]))
 """
 
 
-def test_plan_and_error_name_the_same_figure_and_it_works(model):
+def test_plan_and_error_name_the_same_figure_and_it_works(small):
     """Both refusals name it: before the model is loaded, and when the context is made."""
-    planned = run(model, PRELUDE + PLAN)
+    planned = run(small, PRELUDE + PLAN)
     budgets = [20]
     for less in (12, 0):
-        (needed, figure), peak = run(model, PRELUDE + OPEN.replace("BUDGET", str(budgets[-1])))
+        (needed, figure), peak = run(small, PRELUDE + OPEN.replace("BUDGET", str(budgets[-1])))
         assert needed == planned  # the process, which has other imports, is named beside it
         budgets.append(int(figure) - less)
     assert budgets[1] == pytest.approx(budgets[2] - 12, abs=4)
     assert peak <= budgets[1]
-    figures, peak = run(model, PRELUDE + OPEN.replace("BUDGET", str(budgets[2])))
+    figures, peak = run(small, PRELUDE + OPEN.replace("BUDGET", str(budgets[2])))
     assert figures is None
     assert budgets[2] - 24 < peak <= budgets[2]
 
@@ -146,13 +132,13 @@ def test_a_second_model_that_cannot_be_met_changes_nothing(model):
     script = """
 suite = suite_of(resident_bytes() + 44 * MIB)
 one = Llama(path, **settings)
-expected = tokens(one, 24)
+expected = tokens(one, 8)
 try:
     Llama(other, **settings)
 except Exception as error:
     message = str(error)
 least = int(re.search(r"expected (\\d+) MiB", message)[1]) * MIB
-found = tokens(one, 24)
+found = tokens(one, 8)
 suite.plugin("flash_weights").set_memory_budget(least + 2 * MIB)
 two = Llama(other, **settings)
 warm(two); warm(one)

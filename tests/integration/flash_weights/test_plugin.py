@@ -9,38 +9,18 @@ import shutil
 import pytest
 from cgroups import memory_group
 from flash_apps import MIB, run
-from gguf import GGMLQuantizationType
 
-from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import ConfigError
 from llmaas_plugins import activate
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.flash_weights.packed import packed_path
 
-SHAPE = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=4, n_ff=6144, n_ctx=512)
-"""A shape with 75 MB of weights in Q8_0."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("flash") / "model.gguf"
-    return write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
-
-
-@pytest.fixture(scope="module")
-def packed(model, tmp_path_factory):
-    """Return a copy of the model with a packed file beside it."""
-    path = shutil.copyfile(model, tmp_path_factory.mktemp("packed") / "model.gguf")
-    assert main(["flash", "pack", str(path)]) == 0
-    return path
-
-
 GENERATES = """
 _, llama = app()
-expected = tokens(llama)
+expected = tokens(llama, 16)
 llama.close()
 suite, llama = app(resident_bytes() + 50 * MIB)
-found = [tokens(llama) for _ in range(2)]
+found = [tokens(llama, 16) for _ in range(2)]
 print(json.dumps([expected, found, streamed(suite)]))
 """
 
@@ -59,20 +39,20 @@ def test_what_does_not_fit_generates_what_it_generates_in_memory(model, packed, 
 
 CHANGES = """
 _, llama = app()
-expected = tokens(llama, 120)
+expected = tokens(llama, 60)
 llama.close()
 start = resident_bytes()
 suite, llama = app(start + 72 * MIB)
 flash = suite.plugin("flash_weights")
 found, kept, over = [], [], 0
-for i, token in zip(range(120), generator(llama)):
-    if i in (40, 80):
-        flash.set_memory_budget(start + (54 if i == 40 else 87) * MIB)
-    if i in (50, 90):
+for i, token in zip(range(60), generator(llama)):
+    if i in (20, 40):
+        flash.set_memory_budget(start + (54 if i == 20 else 87) * MIB)
+    if i in (30, 50):
         over = max(over, resident_bytes() - streamed(suite)["memory_budget"])
     found.append(token)
     kept.append(streamed(suite)["models"][0]["kept_bytes"])
-print(json.dumps([expected, found, [kept[i] for i in (39, 50, 79, 90, 119)], over]))
+print(json.dumps([expected, found, [kept[i] for i in (19, 30, 39, 50, 59)], over]))
 """
 
 
@@ -92,7 +72,7 @@ def test_a_budget_without_room_for_the_arena_is_refused_with_the_least_one(model
 from llmaas_hooks import BudgetError
 suite, llama = app(resident_bytes() + 60 * MIB)
 flash = suite.plugin("flash_weights")
-expected = tokens(llama)
+expected = tokens(llama, 16)
 try:
     flash.set_memory_budget(10 * MIB)
 except BudgetError as error:
@@ -101,7 +81,7 @@ before = streamed(suite)["memory_budget"]
 import re
 least = int(re.search(r"expected (\\d+) MiB", message)[1]) * MIB
 flash.set_memory_budget(least + 2 * MIB)
-print(json.dumps([message, before, least, expected, tokens(llama), resident_bytes()]))
+print(json.dumps([message, before, least, expected, tokens(llama, 16), resident_bytes()]))
 """
     message, before, least, expected, found, resident = run(model, script)
     assert message.startswith("a memory_budget of 10 MiB cannot be met, because this ")
@@ -138,14 +118,14 @@ print(json.dumps([expected, found, kept[29], kept[59], kept[99], lines]))
     assert "expected" in line
 
 
-def test_an_app_that_cannot_fit_is_told_before_the_model_is_loaded(model):
+def test_an_app_that_cannot_fit_is_told_before_the_model_is_loaded(small):
     script = """
 try:
     app(30 * MIB)
 except Exception as error:
     print(json.dumps(f"{type(error).__name__}: {error}"))
 """
-    assert "BudgetError: a memory_budget of 30 MiB cannot be met" in run(model, script)
+    assert "BudgetError: a memory_budget of 30 MiB cannot be met" in run(small, script)
 
 
 LEAST = """
@@ -164,10 +144,10 @@ print(json.dumps(found))
 """
 
 
-def test_a_refusal_names_a_budget_that_works_even_if_errors_are_only_logged(model):
+def test_a_refusal_names_a_budget_that_works_even_if_errors_are_only_logged(small):
     """The loading refuses for a short context, and the context's creation for the app's own."""
     budget, contexts = 30, []
-    while (found := run(model, LEAST.format(budget=budget))) is not None:
+    while (found := run(small, LEAST.format(budget=budget))) is not None:
         kind, message = found
         assert kind == "UnmetBudgetError"
         contexts.append(int(re.search(r"with a context of (\d+) tokens", message)[1]))
@@ -175,34 +155,34 @@ def test_a_refusal_names_a_budget_that_works_even_if_errors_are_only_logged(mode
     assert contexts == [512, 2048]
 
 
-def test_a_model_that_fits_is_left_alone(model):
+def test_a_model_that_fits_is_left_alone(small):
     script = """
 suite, llama = app(resident_bytes() + 2000 * MIB)
 tokens(llama, 4)
 print(json.dumps(streamed(suite)))
 """
-    status = run(model, script)
+    status = run(small, script)
     assert status["mode"] == "off"
     assert status["models"] == []
-    assert "so it is not streamed" in status["left_alone"][str(model)]
+    assert "so it is not streamed" in status["left_alone"][str(small)]
 
 
 def test_a_process_in_a_cgroup_of_the_budget_is_not_killed(model):
     script = """
 suite, llama = app(BUDGET)
-found = tokens(llama, 100)
+found = tokens(llama, 40)
 print(json.dumps([len(found), peak(), streamed(suite)["models"][0]["kept_bytes"]]))
 """
     budget = 150 * MIB
     with memory_group() as group:
         group.limit(budget)
         n, peak, kept = run(model, script.replace("BUDGET", str(budget)), group=group)
-    assert n == 100
+    assert n == 40
     assert peak <= budget
     assert kept > 0
 
 
-def test_without_a_setting_the_cgroups_limit_is_the_budget(model):
+def test_without_a_setting_the_cgroups_limit_is_the_budget(small):
     script = """
 suite, llama = app(10**12)
 suite.plugin("flash_weights").set_memory_budget(None)
@@ -210,12 +190,12 @@ print(json.dumps(streamed(suite)["memory_budget"]))
 """
     with memory_group() as group:
         group.limit(400 * MIB)
-        assert run(model, script, group=group) == pytest.approx(0.9 * 400 * MIB, rel=0.01)
+        assert run(small, script, group=group) == pytest.approx(0.9 * 400 * MIB, rel=0.01)
 
 
-def test_a_packed_file_of_a_model_that_was_changed_is_refused(packed, tmp_path):
-    path = shutil.copyfile(packed, tmp_path / "model.gguf")
-    shutil.copyfile(packed_path(packed), packed_path(path))
+def test_a_packed_file_of_a_model_that_was_changed_is_refused(small_packed, tmp_path):
+    path = shutil.copyfile(small_packed, tmp_path / "model.gguf")
+    shutil.copyfile(packed_path(small_packed), packed_path(path))
     with path.open("r+b") as file:
         file.seek(-4096, os.SEEK_END)
         file.write(b"\1" * 4096)
@@ -247,41 +227,27 @@ said = []
 class Listening(logging.Handler):
     def emit(self, record): said.append(record.getMessage())
 logging.getLogger("llmaas").addHandler(Listening())
-table = {"memory_budget": resident_bytes() + 50 * MIB, "arena": 8 * MIB}
+table = {"memory_budget": resident_bytes() + 30 * MIB, "arena": 2 * MIB}
 suite = activate({"on_error": on_error, "plugins": {"flash_weights": table}})
 found, error = None, ""
 try:
     llama = Llama(path, n_ctx=256, n_batch=64, n_threads=1, n_threads_batch=1, verbose=False)
-    found = tokens(llama)
+    found = tokens(llama, 8)
     llama.close()
 except Exception as raised:
     error = str(raised)
 suite.deactivate()
-expected = tokens(app()[1])
+expected = tokens(app()[1], 8)
 print(json.dumps([found == expected, error, [line for line in said if "was replaced" in line]]))
 """
 
 
-@pytest.fixture(scope="module")
-def another(tmp_path_factory):
-    """Return another packed model of the same shape."""
-    path = tmp_path_factory.mktemp("another") / "model.gguf"
-    write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0, seed=7)
-    assert main(["flash", "pack", str(path)]) == 0
-    return path
-
-
 @pytest.mark.parametrize("what", ["packed", "model"])
 @pytest.mark.parametrize("on_error", ["raise", "log"])
-def test_a_file_that_is_replaced_during_the_load_is_refused(
-    packed, another, tmp_path, what, on_error
-):
+def test_a_file_that_is_replaced_during_the_load_is_refused(small_packed, tmp_path, what, on_error):
     """Otherwise the model in memory and the streamed weights would belong to two models."""
-    path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
-    shutil.copyfile(packed, path)
-    shutil.copyfile(packed_path(packed), packed_path(path))
-    shutil.copyfile(another, other)
-    shutil.copyfile(packed_path(another), packed_path(other))
+    folder = shutil.copytree(small_packed.parent, tmp_path / "copies")
+    path = folder / "model.gguf"
     script = f"what, on_error = {what!r}, {on_error!r}" + REPLACED
     is_vanilla, error, said = run(path, script, is_packed=True)
     replaced = path if what == "model" else packed_path(path)
@@ -294,9 +260,9 @@ def test_a_file_that_is_replaced_during_the_load_is_refused(
 
 
 @pytest.mark.parametrize("damage", ["cut off", "of nothing", "text"])
-def test_a_damaged_packed_file_is_refused(packed, tmp_path, damage):
-    path = shutil.copyfile(packed, tmp_path / "model.gguf")
-    whole = packed_path(packed).read_bytes()
+def test_a_damaged_packed_file_is_refused(small_packed, tmp_path, damage):
+    path = shutil.copyfile(small_packed, tmp_path / "model.gguf")
+    whole = packed_path(small_packed).read_bytes()
     content = {"cut off": whole[: len(whole) // 2], "of nothing": b"", "text": b"GGUF" * 999}
     packed_path(path).write_bytes(content[damage])
     script = """

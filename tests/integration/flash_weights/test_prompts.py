@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 
 import llama_cpp
 import numpy as np
@@ -14,20 +13,10 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 import llmaas_plugins
 from llmaas_plugins import activate
-from llmaas_plugins.cli.main import main
 
 PROMPT = "My name is Anna and I live in a small house near the station. I have a dog. His name is"
 OTHER = "The sea is wide and the boat is small."
 SETTINGS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
-
-
-@pytest.fixture(scope="module")
-def model(reference_model, tmp_path_factory):
-    """Return the reference model with a channel file; its sparse tokens differ from stock's."""
-    path = shutil.copyfile(reference_model, tmp_path_factory.mktemp("prompts") / "model.gguf")
-    assert main(["flash", "pack", str(path)]) == 0
-    assert main(["flash", "pack", "--sparse", str(path)]) == 0
-    return path
 
 
 @contextlib.contextmanager
@@ -53,12 +42,13 @@ def text(llama, prompt=PROMPT, n_tokens=16):
 
 
 @pytest.mark.parametrize("batches", [{}, {"n_batch": 4}, {"n_ubatch": 3}], ids=str)
-@pytest.mark.parametrize("n_tokens", [1, 5, 13])
-def test_logits_of_a_prompt_are_stock(model, n_tokens, batches):
-    with opened(model, is_sparse=False, **batches) as (llama, _):
-        expected = prompt_logits(llama, n_tokens)
-    with opened(model, **batches) as (llama, _):
-        assert np.array_equal(prompt_logits(llama, n_tokens), expected)
+def test_logits_of_a_prompt_are_stock(sparse, batches):
+    lengths = (1, 5, 13)
+    with opened(sparse, is_sparse=False, **batches) as (llama, _):
+        expected = [prompt_logits(llama, n_tokens) for n_tokens in lengths]
+    with opened(sparse, **batches) as (llama, _):
+        for n_tokens, logits in zip(lengths, expected, strict=True):
+            assert np.array_equal(prompt_logits(llama, n_tokens), logits)
 
 
 def logits_of_sent(llama, sent):
@@ -73,14 +63,15 @@ def logits_of_sent(llama, sent):
 
 
 @pytest.mark.parametrize("n_ubatch", [2, 3, 512])
-@pytest.mark.parametrize("n_sent", [1, 2, 6])
-def test_tokens_that_are_sent_into_an_answer_are_exact(model, n_sent, n_ubatch):
+def test_tokens_that_are_sent_into_an_answer_are_exact(sparse, n_ubatch):
     """A single token left over from a batch is computed like the others."""
-    settings, sent = {"logits_all": True, "n_ubatch": n_ubatch}, list(range(500, 500 + n_sent))
-    with opened(model, is_sparse=False, **settings) as (llama, _):
-        expected = logits_of_sent(llama, sent)
-    with opened(model, **settings) as (llama, _):
-        assert np.array_equal(logits_of_sent(llama, sent), expected)
+    settings = {"logits_all": True, "n_ubatch": n_ubatch}
+    sent = [list(range(500, 500 + n)) for n in (1, 2, 6)]
+    with opened(sparse, is_sparse=False, **settings) as (llama, _):
+        expected = [logits_of_sent(llama, tokens) for tokens in sent]
+    with opened(sparse, **settings) as (llama, _):
+        for tokens, logits in zip(sent, expected, strict=True):
+            assert np.array_equal(logits_of_sent(llama, tokens), logits)
 
 
 def eval_all(llama, tokens):
@@ -98,7 +89,7 @@ def decode_all(llama, tokens):
     ("evaluate", "batches"),
     [(eval_all, {"n_ubatch": 2}), (eval_all, {"n_batch": 2}), (decode_all, {"n_ubatch": 2})],
 )
-def test_a_batch_inside_a_block_is_exact_however_it_is_split(model, evaluate, batches):
+def test_a_batch_inside_a_block_is_exact_however_it_is_split(sparse, evaluate, batches):
     def logits(llama, block):
         llama.eval(llama.tokenize(PROMPT.encode()))
         with block:
@@ -106,9 +97,9 @@ def test_a_batch_inside_a_block_is_exact_however_it_is_split(model, evaluate, ba
         row = llama_cpp.llama_get_logits_ith(llama.ctx, -1)
         return np.array(np.ctypeslib.as_array(row, (llama.n_vocab(),)))
 
-    with opened(model, is_sparse=False, **batches) as (llama, _):
+    with opened(sparse, is_sparse=False, **batches) as (llama, _):
         expected = logits(llama, contextlib.nullcontext())
-    with opened(model, **batches) as (llama, suite):
+    with opened(sparse, **batches) as (llama, suite):
         block = suite.plugin("flash_weights").answer(llama)
         assert np.array_equal(logits(llama, block), expected)
 
@@ -135,21 +126,21 @@ def anew(llama, prompts):
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["alone", "kv_chunks"])
-def test_history_does_not_matter(model, tmp_path, store):
+def test_history_does_not_matter(sparse, tmp_path, store):
     plugins = {"kv_chunks": {"store": str(tmp_path), "codec": "lossless"}} if store else {}
-    with opened(model, plugins=plugins) as (llama, _):
+    with opened(sparse, plugins=plugins) as (llama, _):
         first, again, third, *_, last = answers(llama)
         assert first.startswith(again)
         assert first == third == last
-    with opened(model, plugins=plugins) as (llama, _):  # after a restart
+    with opened(sparse, plugins=plugins) as (llama, _):  # after a restart
         assert text(llama) == first
 
 
-def test_cells_of_an_answer_are_not_a_prompt(model):
+def test_cells_of_an_answer_are_not_a_prompt(sparse):
     """So many values are left out here that reused cells would change the text."""
-    with opened(model, is_sparse=False) as (llama, _):
+    with opened(sparse, is_sparse=False) as (llama, _):
         stock = text(llama)
-    with opened(model) as (llama, _):
+    with opened(sparse) as (llama, _):
         said = text(llama)
         (first,) = anew(llama, [PROMPT + said + OTHER])
         text(llama)
@@ -164,8 +155,8 @@ def test_cells_of_an_answer_are_not_a_prompt(model):
     assert said != stock
 
 
-def test_a_saved_state_remembers_where_its_answer_begins(model):
-    with opened(model) as (llama, _):
+def test_a_saved_state_remembers_where_its_answer_begins(sparse):
+    with opened(sparse) as (llama, _):
         said = text(llama)
         state = llama.save_state()
         text(llama, OTHER)
@@ -177,8 +168,8 @@ def test_a_saved_state_remembers_where_its_answer_begins(model):
         assert [text(llama) for _ in range(3)] == [said] * 3
 
 
-def test_a_state_is_kept_whole_where_nothing_is_sparse(model):
-    with opened(model, is_sparse=False, plugins={"flash_weights": {}}) as (llama, _):
+def test_a_state_is_kept_whole_where_nothing_is_sparse(sparse):
+    with opened(sparse, is_sparse=False, plugins={"flash_weights": {}}) as (llama, _):
         text(llama)
         state = llama.save_state()
         llama.load_state(state)
@@ -197,11 +188,11 @@ class Drafts(LlamaPromptLookupDecoding):
         return super().__call__(*arguments, **named)
 
 
-def test_drafts_are_declined(model):
-    with opened(model) as (llama, _):
+def test_drafts_are_declined(sparse):
+    with opened(sparse) as (llama, _):
         expected = text(llama, n_tokens=48)
     drafts = Drafts(num_pred_tokens=4)
-    with opened(model, draft_model=drafts) as (llama, suite):
+    with opened(sparse, draft_model=drafts) as (llama, suite):
         assert text(llama, n_tokens=48) == expected
         assert suite.status()["plugins"]["flash_weights"]["without_drafts"] == 1
         assert llama.draft_model is drafts
@@ -211,17 +202,17 @@ def test_drafts_are_declined(model):
         assert drafts.n_asked > 0
 
 
-def test_a_request_may_do_without(model):
-    with opened(model, is_sparse=False) as (llama, _):
+def test_a_request_may_do_without(sparse):
+    with opened(sparse, is_sparse=False) as (llama, _):
         expected = text(llama)
-    with opened(model) as (llama, _):
+    with opened(sparse) as (llama, _):
         with llmaas_plugins.without("flash_weights"):
             assert text(llama) == expected
         assert text(llama) != expected
 
 
-def test_eval_is_exact_outside_of_answers(model):
-    with opened(model, logits_all=True) as (llama, suite):
+def test_eval_is_exact_outside_of_answers(sparse):
+    with opened(sparse, logits_all=True) as (llama, suite):
         tokens = llama.tokenize(PROMPT.encode())
         llama.eval(tokens)
         whole = np.array(llama.scores[: len(tokens)])

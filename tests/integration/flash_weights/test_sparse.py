@@ -10,44 +10,32 @@ import numpy as np
 import pytest
 from flash_apps import MIB, run
 
-from llmaas_eval.data import packaged_lines
 from llmaas_hooks import ConfigError
 from llmaas_plugins import activate
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.flash_weights.channels import channel_path
 
 
-@pytest.fixture(scope="module")
-def model(reference_model, tmp_path_factory):
-    """Return the reference model with a packed file and a channel file beside it."""
-    path = shutil.copyfile(reference_model, tmp_path_factory.mktemp("sparse") / "model.gguf")
-    assert main(["flash", "pack", "--sparse", "--text", str(text_of(path)), str(path)]) == 0
-    return path
-
-
-@pytest.fixture(scope="module")
-def grouped(model, tmp_path_factory):
+@pytest.fixture(scope="session")
+def grouped(sparse, shared):
     """Return the same model with the columns of two layers side by side."""
-    path = shutil.copyfile(model, tmp_path_factory.mktemp("grouped") / "model.gguf")
-    command = ["flash", "pack", "--sparse", "--group-layers", "2", "--text", str(text_of(path))]
-    assert main([*command, str(path)]) == 0
-    return path
 
+    def fill(folder):
+        path, text = folder / "model.gguf", sparse.with_suffix(".txt")
+        shutil.copyfile(sparse, path)
+        command = ["flash", "pack", "--sparse", "--group-layers", "2", "--text", str(text)]
+        assert main([*command, str(path)]) == 0
 
-def text_of(path):
-    """Return a text file beside a model, for calibration."""
-    text = path.with_suffix(".txt")
-    text.write_text("\n".join(line for lines in packaged_lines() for line in lines))
-    return text
+    return shared("sparse grouped", fill) / "model.gguf"
 
 
 @pytest.fixture
-def opened(model):
+def opened(sparse):
     """Return a function that opens a ``Llama`` and its suite for a block."""
     from llama_cpp import Llama
 
     @contextlib.contextmanager
-    def make(path=model, **table):
+    def make(path=sparse, **table):
         table = {"mode": "sparse", "arena": 4 * MIB} | table
         settings = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
         with (
@@ -140,11 +128,11 @@ def test_how_columns_are_read_can_be_set(opened):
 
 
 @pytest.mark.parametrize("group_layers", [1, 2])
-def test_preloading_is_about_time_only(opened, model, grouped, group_layers):
+def test_preloading_is_about_time_only(opened, sparse, grouped, group_layers):
     runs, counts = [], []
     for preload in (False, True):
         table = {"cache": "shared", "selection": "top_k", "preload": preload}
-        with opened(model if group_layers == 1 else grouped, **table) as (llama, suite):
+        with opened(sparse if group_layers == 1 else grouped, **table) as (llama, suite):
             tokens = llama.tokenize(TEXT.encode())
             read(llama, tokens[:9], suite)
             weights = keep(suite, 0)
@@ -180,14 +168,14 @@ print(json.dumps([runs, kept]))
 """
 
 
-def test_what_is_generated_does_not_depend_on_the_budget(model):
-    (first, *others), kept = run(model, BUDGETS, is_packed=True)
+def test_what_is_generated_does_not_depend_on_the_budget(sparse):
+    (first, *others), kept = run(sparse, BUDGETS, is_packed=True)
     assert others == [first] * 4
     assert kept[0] > 0.95  # except for channels that were never used
     assert max(kept[1:]) < 0.9
 
 
-def test_a_budget_that_changes_while_generating(model):
+def test_a_budget_that_changes_while_generating(sparse):
     script = """
 start = resident_bytes()
 suite, llama = app(start + 300 * MIB, mode="sparse", arena=4 * MIB)
@@ -204,7 +192,7 @@ for i, token in zip(range(100), generator(llama)):
     kept.append(streamed(suite)["models"][0]["kept_bytes"])
 print(json.dumps([expected, found, kept[29], kept[40], kept[99]]))
 """
-    expected, found, before, less, after = run(model, script, is_packed=True)
+    expected, found, before, less, after = run(sparse, script, is_packed=True)
     assert found == expected
     assert less < before
     assert after == pytest.approx(before, rel=0.05)
@@ -223,25 +211,25 @@ def test_a_second_context_and_one_after_the_first(opened):
         assert np.array_equal(read(llama, tokens, suite), expected)
 
 
-def test_without_a_channel_file_the_user_is_told_how_to_make_one(model, opened, tmp_path):
-    path = shutil.copyfile(model, tmp_path / "model.gguf")
+def test_without_a_channel_file_the_user_is_told_how_to_make_one(sparse, opened, tmp_path):
+    path = shutil.copyfile(sparse, tmp_path / "model.gguf")
     with pytest.raises(Exception, match="llmaas flash pack --sparse"), opened(path):
         pass
 
 
-def test_layers_side_by_side_are_not_streamed(opened, grouped, model):
+def test_layers_side_by_side_are_not_streamed(opened, grouped, sparse):
     with pytest.raises(Exception, match="without --group-layers"), opened(grouped):
         pass
     runs = []
-    for path in (grouped, model):
+    for path in (grouped, sparse):
         with opened(path, cache="busiest") as (llama, suite):
             runs.append(read(llama, llama.tokenize(TEXT.encode()), suite))
     assert np.array_equal(*runs)
 
 
-def test_a_channel_file_of_another_model_is_refused(model, opened, tmp_path):
-    path = shutil.copyfile(model, tmp_path / "model.gguf")
-    shutil.copyfile(channel_path(model), channel_path(path))
+def test_a_channel_file_of_another_model_is_refused(sparse, opened, tmp_path):
+    path = shutil.copyfile(sparse, tmp_path / "model.gguf")
+    shutil.copyfile(channel_path(sparse), channel_path(path))
     with path.open("r+b") as file:
         file.seek(-4096, os.SEEK_END)
         file.write(b"\1" * 4096)
