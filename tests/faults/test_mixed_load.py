@@ -12,11 +12,13 @@ must stay within the budget.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import random
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -221,6 +223,11 @@ def needed(group, folder):
     return group.peak - max(0, file_bytes(group) - own)
 
 
+def in_group(group):
+    """Return a function that starts an interpreter of its own in the group."""
+    return functools.partial(subprocess.Popen, preexec_fn=group.join)
+
+
 @pytest.fixture(scope="module")
 def expected(reference_model):
     return {app: said(reference_model, app) for app in APPS}
@@ -232,7 +239,7 @@ def vanilla_peak(tmp_path_factory):
     talks = [Talk(app, None) for app in APPS]
     folder = tmp_path_factory.mktemp("vanilla")
     with memory_group() as group:
-        options = {"environ": {"LLMAAS_PLUGINS": ""}, "preexec_fn": group.join}
+        options = {"environ": {"LLMAAS_PLUGINS": ""}, "start": in_group(group)}
         live(folder, talks, LIFE_S[1], signal.SIGTERM, random.Random(0), **options)
         return needed(group, folder)
 
@@ -250,6 +257,7 @@ def four(reference_model, tmp_path_factory):
     parts = {"service": SERVICE, "knn": folder / "knn"}
     roomy = FOUR.format(budget=1 << 30, codec="lossless", kv=KV, mix="true", **parts)
     options = {"config": roomy, "model": model}
+    options["start"] = subprocess.Popen  # as the lives, because its memory is measured
     with served.serving(folder, uds=folder / "s", **(ENGINE | options)) as running:
         for app in APPS:
             context = running.client.bind(app).new_context(system_prompt(app))
@@ -330,7 +338,7 @@ class Load:
         how, fails = rng.choice([signal.SIGKILL, signal.SIGTERM]), rng.random() < 0.4
         disk = bad_disk(self.folder, self.library) if fails else contextlib.nullcontext()
         with memory_group() as group:
-            options = self.options | {"preexec_fn": group.join}
+            options = self.options | {"start": in_group(group)}
             with disk as fail:
                 seconds = rng.uniform(*LIFE_S)
                 report = live(self.folder, self.talks, seconds, how, rng, fail=fail, **options)

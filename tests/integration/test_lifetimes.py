@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+import fork_server
 import pytest
 from llama_cpp import Llama
 
@@ -16,12 +17,13 @@ TEXT = "The quick brown fox jumps over the lazy dog and then it runs away. " * 1
 OTHER = "Some other text about mail and calendars, which is long enough. " * 8
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, warnings
 from llama_cpp import Llama
 from llmaas_plugins import activate
 from llmaas_plugins.reference_model import reference_model_path
 
 signal.alarm(50)
+warnings.simplefilter("ignore")  # of forks in a process with threads
 TEXT, OTHER = {TEXT!r}, {OTHER!r}
 
 def start():
@@ -36,16 +38,10 @@ def ask(llama, text):
 """
 
 
-def run(script, *arguments):
+def run(script, *arguments, start=fork_server.run):
     """Run a script in a process that must end well and silently; return its output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT.format(TEXT=TEXT, OTHER=OTHER) + script]
-        + [str(argument) for argument in arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-c", SCRIPT.format(TEXT=TEXT, OTHER=OTHER) + script, *arguments]
+    done = start([*map(str, command)], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr[-2000:]
     return done.stdout
 
@@ -67,13 +63,15 @@ os.wait()
 }
 
 
-@pytest.mark.parametrize("end", AT_EXIT.values(), ids=AT_EXIT)
+# These run in an interpreter of their own, and the others in a forked one.
+ALONE = ("at once", "in a cycle")
+
+
+@pytest.mark.parametrize("end", AT_EXIT)
 def test_an_exit_without_deactivating_loses_nothing(tmp_path, end):
-    run(
-        "import logging; logging.basicConfig(); start(); llama = opened(); ask(llama, TEXT)\n"
-        + end,
-        tmp_path,
-    )
+    begun = "import logging; logging.basicConfig(); start(); llama = opened(); ask(llama, TEXT)\n"
+    start = subprocess.run if end in ALONE else fork_server.run
+    run(begun + AT_EXIT[end], tmp_path, start=start)
     reused = run(
         "suite = start(); llama = opened(); ask(llama, TEXT)\n"
         "print(suite.status()['plugins']['kv_chunks']['reused_tokens'])",

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 
+import fork_server
 import pytest
 from conversations import APPS, GREEDY, PROMPTS, SUPPORT, follows, system_prompt, vanilla
 from served import ENDLESS, serving, wait_until
@@ -208,10 +209,8 @@ def send_half(server, rng):
 
 
 def kill_client(server, rng):
-    with subprocess.Popen(
-        [sys.executable, "-c", DYING_CLIENT, server.address],
-        stdout=subprocess.PIPE,
-    ) as client:
+    command = [sys.executable, "-c", DYING_CLIENT, server.address]
+    with fork_server.Process(command, stdout=subprocess.PIPE) as client:
         for _ in range(rng.randint(1, 10)):
             client.stdout.readline()
         client.kill()
@@ -259,7 +258,8 @@ def watch(server, seconds):
 @pytest.mark.parametrize("codec", KVS)
 def test_a_storm(tmp_path, expected, codec):
     is_lossy = codec != "lossless"
-    with serving(tmp_path, service=SERVICE, codec=codec, kv=KVS[codec]) as server:
+    options = {"codec": codec, "kv": KVS[codec], "start": subprocess.Popen}  # memory is measured
+    with serving(tmp_path, service=SERVICE, **options) as server:
         storm = Storm(server)
         talks = [
             Talk(

@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
+
+import fork_server
 
 from llmaas_plugins.server.client import LLMClient
 
@@ -108,20 +109,22 @@ def engine_options(**engine):
 
 
 @contextlib.contextmanager
-def launched(folder, *options, config, environ=None, preexec_fn=None, **engine):
-    """Start the process; yield it at once and kill it at the end if it still runs."""
+def launched(folder, *options, config, environ=None, start=fork_server.Process, **engine):
+    """Start the process; yield it at once and kill it at the end if it still runs.
+
+    With ``start=subprocess.Popen`` it is not forked but an interpreter of its own.
+    """
     (folder / "llmaas.toml").write_text(config)
     command = [*LLMAAS, "-v", "serve", "--config", "llmaas.toml", *engine_options(**engine)]
     command += () if "--model" in options or "model" in engine else ("--toy",)
     with (
         (folder / "log").open("ab") as log,
-        subprocess.Popen(
+        start(
             [*command, *options],
             cwd=folder,
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | (environ or {}),  # tests read its log
             stdout=log,
             stderr=log,
-            preexec_fn=preexec_fn,  # noqa: PLW1509  one that writes its pid to a cgroup
         ) as process,
     ):
         try:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import fork_server
 import pytest
 from served import ENDLESS, LONG_N_CTX, serving, wait_until
 
@@ -141,7 +142,7 @@ def test_killed_clients(server, app):
     with contextlib.ExitStack() as stack:
         clients = [
             stack.enter_context(
-                subprocess.Popen(
+                fork_server.Process(
                     [sys.executable, "-c", CLIENT, server.address, app.name, context.id, PROMPT],
                     stdout=subprocess.PIPE,
                 )

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 
+import fork_server
 import pytest
 from served import ENGINE, LLMAAS, drain, serving
 
@@ -330,7 +331,9 @@ def test_sigterm_ends_it_cleanly_and_contexts_are_there_again(private):
     assert files == {"contexts.sqlite", "reserve"}
     assert not (private.folder / "kv" / "index.sqlite-wal").exists()
     assert not (private.folder / "run" / "llmaas" / "service.sock").exists()
-    with serving(private.folder, uds=private.address.removeprefix("unix:"), **SETTINGS) as again:
+    # one that is not forked: its imports, its start and its end are those of a user's
+    options = SETTINGS | {"uds": private.address.removeprefix("unix:"), "start": subprocess.Popen}
+    with serving(private.folder, **options) as again:
         (context,) = again.client.bind("mail").contexts()
         assert context.record()["messages"][-1]["content"] == text
         context.call("Why is that?", **GREEDY)
@@ -418,14 +421,12 @@ def test_mistakes(refused, options, message):
 
 
 def test_a_misspelled_option_takes_one_line():
-    done = subprocess.run(
-        [*LLMAAS, "serve", "--modle", "x"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = fork_server.run([*LLMAAS, "serve", "--modle", "x"], capture_output=True, text=True)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
 def test_server_help():
-    done = subprocess.run(
-        [*LLMAAS, "serve", "--server-help"], capture_output=True, text=True, timeout=60, check=True
+    done = fork_server.run(
+        [*LLMAAS, "serve", "--server-help"], capture_output=True, text=True, check=True
     )
     assert "--n_gpu_layers" in done.stdout
