@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
+from pathlib import Path
+
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES
@@ -16,16 +20,24 @@ WIDTH, N_FF, N_KV = 64, 160, 32
 
 def write_model(path, kind, n_layers=3, *, names=None, seed=0):
     """Write a file that holds only ``n_layers`` layers of the llama architecture."""
-    rng = np.random.default_rng(seed)
-    writer = GGUFWriter(path, "llama")
-    for name, dims in (names or matrices(n_layers)).items():
-        writer.add_tensor(name, _random(rng, dims, kind), raw_dtype=kind)
-    writer.add_tensor("output_norm.weight", np.ones(WIDTH, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    path.write_bytes(_model(kind, tuple((names or matrices(n_layers)).items()), seed))
     return path
+
+
+@functools.cache
+def _model(kind, names, seed):
+    rng = np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        writer = GGUFWriter(path, "llama")
+        for name, dims in names:
+            writer.add_tensor(name, _random(rng, dims, kind), raw_dtype=kind)
+        writer.add_tensor("output_norm.weight", np.ones(WIDTH, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path.read_bytes()
 
 
 def _random(rng, dims, kind):

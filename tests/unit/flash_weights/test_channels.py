@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import struct
 import weakref
 
 import numpy as np
 import pytest
+from containers import channels_of, scales_of
 from flash_models import (
     N_FF,
     WIDTH,
@@ -21,9 +21,7 @@ from flash_models import (
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, quants
 
-from llmaas_hooks import ConfigError, FileStamp, LlmaasError, ModelLoad, StoreError
-from llmaas_plugins._native import crc32c
-from llmaas_plugins.flash_weights import container
+from llmaas_hooks import ConfigError, FileStamp, StoreError
 from llmaas_plugins.flash_weights.calibration import SPARSITIES, Activity
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import (
@@ -33,34 +31,15 @@ from llmaas_plugins.flash_weights.channels import (
     write_channels,
 )
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
-from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
-from llmaas_plugins.model.digest import begin_digest, files_now
+from llmaas_plugins.flash_weights.sparse import add_channels
 
 KINDS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F16": 8, "BF16": 8, "F32": 8}
 
 
-def packed(tmp_path, kind="Q4_0", group_layers=1, **model):
-    """Return a model, its tensors, and its channel file."""
-    path = write_model(tmp_path / "model.gguf", Type[kind], **model)
-    tensors = tensors_of(path)
-    calibration = calibration_of(tensors)
-    done = write_channels(path, channel_path(path), tensors, calibration, group_layers=group_layers)
-    assert sum(done) == sum(
-        info.n_bytes for name, info in tensors.items() if name.startswith("blk.")
-    )
-    return path, tensors, open_channels(channel_path(path), path, tensors)
-
-
-def scales_of(file):
-    """Return the scales by matrix names."""
-    pieces = [piece for channels in file.operands.values() for piece in channels.pieces]
-    with open_scales(file) as read:
-        return {piece.name: read(piece) for piece in pieces}
-
-
 def decoded(file, channels, i):
-    """Decode an operand's matrix, value by value from its records, rows first."""
-    piece, content = channels.pieces[i], file.path.read_bytes()
+    """Decode an operand's matrix, channel by channel from its records, rows first."""
+    piece, content = channels.pieces[i], np.fromfile(file.path, np.uint8)
+    chunk, k = np.divmod(np.arange(piece.n_rows), 128)
     scales, mins = scales_of(file)[piece.name]
     zero = 1 << (piece.n_bits - 1) if mins is None else 0
     mins = np.zeros_like(scales) if mins is None else mins
@@ -68,21 +47,21 @@ def decoded(file, channels, i):
     for position, channel in enumerate(channels.order):
         at = channels.first + position * channels.stride + piece.offset
         column = content[at : at + piece.n_bytes]
-        for row in range(piece.n_rows):
-            chunk, k = divmod(row, 128)
-            if piece.n_bits == 4:
-                byte = column[chunk * 64 + k % 64]
-                number = byte >> 4 if k >= 64 else byte & 15
-            else:
-                number = column[chunk * 128 + k]
-            scale, least = (np.float32(each[channel // 32, row]) for each in (scales, mins))
-            matrix[row, channel] = scale * np.float32(number - zero) - least
+        if piece.n_bits == 4:
+            byte = column[chunk * 64 + k % 64]
+            numbers = np.where(k >= 64, byte >> 4, byte & 15)
+        else:
+            numbers = column[chunk * 128 + k]
+        scale, least = (
+            each[channel // 32, : piece.n_rows].astype(np.float32) for each in (scales, mins)
+        )
+        matrix[:, channel] = scale * (numbers.astype(np.float32) - zero) - least
     return matrix
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_have_the_models_weights(tmp_path, kind):
-    path, tensors, file = packed(tmp_path, kind, n_layers=1)
+    path, tensors, file = channels_of(tmp_path, kind, n_layers=1)
     weights = weights_of(path)
     names = [piece.name for channels in file.operands.values() for piece in channels.pieces]
     assert sorted(names) == sorted(name for name in tensors if name.startswith("blk."))
@@ -98,7 +77,7 @@ def test_records_have_the_models_weights(tmp_path, kind):
 
 def test_numbers_of_q4_k_are_kept_and_scales_nearly(tmp_path):
     name = "blk.0.attn_output.weight"
-    path, tensors, file = packed(tmp_path, "Q4_K", names={name: (128, 512)})
+    path, tensors, file = channels_of(tmp_path, "Q4_K", names={name: (128, 512)})
     scales, mins = (each.astype(np.float32) for each in scales_of(file)[name])
     largest = np.repeat(15 * scales + mins, 32, axis=0).T
     found = decoded(file, file.operands[0, "attn_output"], 0)
@@ -111,7 +90,7 @@ def test_numbers_of_q4_k_are_kept_and_scales_nearly(tmp_path):
 @pytest.mark.parametrize("group_layers", [1, 2, 3, 64])
 @pytest.mark.slow
 def test_layers_of_a_group_are_in_one_record(tmp_path, group_layers):
-    path, _, file = packed(tmp_path, group_layers=group_layers, n_layers=4)
+    path, _, file = channels_of(tmp_path, group_layers=group_layers, n_layers=4)
     weights = weights_of(path)
     assert file.group_layers == group_layers
     for (layer, family), channels in file.operands.items():
@@ -128,7 +107,7 @@ def test_layers_of_a_group_are_in_one_record(tmp_path, group_layers):
 
 
 def test_matrices_of_a_record_are_in_the_order_of_their_family(tmp_path):
-    _, _, file = packed(tmp_path, n_layers=1)
+    _, _, file = channels_of(tmp_path, n_layers=1)
     (_, up) = (file.operands[0, family] for family in ("attn_qkv", "ffn_up"))
     assert [piece.name for piece in up.pieces] == ["blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"]
     n_bytes = 2 * 64  # 160 rows are two chunks
@@ -142,7 +121,7 @@ def test_matrices_of_a_record_are_in_the_order_of_their_family(tmp_path):
 
 def test_what_pads_a_column_is_zero(tmp_path):
     for kind, zero in (("Q4_0", 0x88), ("Q8_0", 0x80)):
-        _, _, file = packed(tmp_path, kind, n_layers=1)
+        _, _, file = channels_of(tmp_path, kind, n_layers=1)
         down = file.operands[0, "ffn_down"]
         column = file.path.read_bytes()[down.first : down.first + down.n_bytes]
         if kind == "Q4_0":
@@ -169,7 +148,7 @@ def test_the_order_of_a_group_is_that_of_its_layers_together(tmp_path):
 
 
 def test_thresholds_are_between_those_measured(tmp_path):
-    _, tensors, file = packed(tmp_path, n_layers=1)
+    _, tensors, file = channels_of(tmp_path, n_layers=1)
     channels = file.operands[0, "ffn_down"]
     quantiles = calibration_of(tensors)[channels.operand].quantiles
     assert channels.threshold(0) == 0
@@ -183,7 +162,7 @@ def test_thresholds_are_between_those_measured(tmp_path):
 
 
 def test_other_programs_can_read_it(tmp_path):
-    _, _, file = packed(tmp_path, "Q8_0", n_layers=2, group_layers=2)
+    _, _, file = channels_of(tmp_path, "Q8_0", n_layers=2, group_layers=2)
     reader = GGUFReader(file.path)
     assert reader.fields["general.architecture"].contents() == "llmaas-channels"
     found = {tensor.name: tensor for tensor in reader.tensors}
@@ -208,14 +187,14 @@ def test_scales_are_in_memory_for_one_operand_at_a_time(tmp_path):
             expected = [each for one in operand.columns for each in scales[one.weight]]
             assert all(map(np.array_equal, arrays, expected))
 
-    _, _, file = packed(tmp_path, "Q4_1", n_layers=2)
+    _, _, file = channels_of(tmp_path, "Q4_1", n_layers=2)
     scales, weights = scales_of(file), Copying()
     add_channels(weights, file, FlashWeightsConfig(mode="sparse"))
     assert len(weights.handed_over) == 2
 
 
 def test_a_file_that_replaces_a_checked_one_is_refused(tmp_path):
-    path, tensors, file = packed(tmp_path, n_layers=1)
+    path, tensors, file = channels_of(tmp_path, n_layers=1)
     with open_scales(file):
         pass
     shutil.copy(file.path, tmp_path / "other")
@@ -308,210 +287,3 @@ def test_groups_have_sizes(tmp_path, group_layers):
     path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=1)
     with pytest.raises(ConfigError, match=f"groups have {group_layers} layers"):
         list(write_channels(path, channel_path(path), {}, {}, group_layers=group_layers))
-
-
-# -- files that are not what was written ---------------------------------------------------------
-
-
-@pytest.fixture
-def sound(tmp_path):
-    return packed(tmp_path, n_layers=1)
-
-
-def opened(sound):
-    path, tensors, file = sound
-    return open_channels(file.path, path, tensors)
-
-
-def test_damage_in_what_is_read_is_found(sound):
-    flip(sound[2].path, place_of(sound[2], "order.0.ffn_up"))
-    with pytest.raises(StoreError, match=r"its order\.0\.ffn_up differs from what was written"):
-        opened(sound)
-
-
-@pytest.mark.parametrize("name", ["scales.blk.0.attn_k.weight", "mins.blk.0.attn_k.weight"])
-def test_damage_in_scales_is_found_when_they_are_read(tmp_path, name):
-    _, _, file = packed(tmp_path, "Q4_1", n_layers=1)
-    flip(file.path, place_of(file, name))
-    damaged = file._replace(stamp=FileStamp.at(file.path))
-    with pytest.raises(StoreError, match=f"its {name} differs from what was written"):
-        scales_of(damaged)
-
-
-def place_of(file, name):
-    return {each.name: int(each.data_offset) for each in GGUFReader(file.path).tensors}[name]
-
-
-def test_damage_anywhere_in_the_metadata_is_found(sound):
-    target = sound[2].path
-    end = min(int(tensor.data_offset) for tensor in GGUFReader(target).tensors)
-    header = len(target.read_bytes()[:end].rstrip(b"\0"))
-    for at in range(0, header, 7):
-        flip(target, at)
-        with pytest.raises(StoreError, match="not a channel file, or is damaged"):
-            opened(sound)
-        flip(target, at)
-    opened(sound)
-
-
-def flip(path, at):
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x41]))
-
-
-@pytest.mark.parametrize("n_bytes", [0, 3, 24, 100, 4096, -4096, -1])
-def test_a_file_that_is_cut_off_is_refused(sound, n_bytes):
-    target = sound[2].path
-    content = target.read_bytes()
-    target.write_bytes(content[:n_bytes])
-    with pytest.raises(StoreError, match="not a channel file, or is damaged"):
-        opened(sound)
-    target.write_bytes(content + bytes(4096))
-    with pytest.raises(StoreError, match="bytes, expected"):
-        opened(sound)
-
-
-def hostile(**changes):
-    """Return a valid header with some fields changed and with correct checksums."""
-
-    def write(target):
-        header, sums = container.parse_header(target.read_bytes())
-        fields = dict(header.fields) | {
-            f"llmaas.channels.{name}": value for name, value in changes.items()
-        }
-        fields = {name: value for name, value in fields.items() if value is not None}
-        changed = container.ContainerHeader(header.architecture, fields, header.parts)
-        content = changed.with_sums(sums)
-        first = min(header.places.values())
-        rest = target.read_bytes()[first:]
-        target.write_bytes(content.ljust(min(changed.places.values()), b"\0") + rest)
-
-    return write
-
-
-QUANTILES = [0.1] * 18 * 4
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"group_layers": 0}, "groups have 0 layers"),
-        ({"group_layers": 2**32 - 1}, "groups have 4294967295 layers"),
-        ({"group_layers": "1"}, "groups have 1 layers"),
-        ({"group_layers": None}, "groups have None layers"),
-        ({"layers": (0,)}, "list of operands is missing"),
-        ({"layers": (0, 0, 0, 7)}, "operands differ"),
-        ({"layers": ("0",) * 4}, "list of operands is missing"),
-        ({"layers": (float("inf"),) * 4}, "list of operands is missing"),
-        ({"families": ("attn_qkv",) * 4}, "differ"),
-        ({"families": ("a", "b", "c", "d")}, "operands differ"),
-        ({"bits": (8,) * 7}, "tensors differ"),
-        ({"quantiles": (0.1,) * 75}, "list of operands is missing"),
-        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, 0.0)}, "not ascending"),
-        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, float("nan"))}, "not ascending"),
-        ({"quantiles": (*QUANTILES, 0.1, 0.1, 0.1, float("inf"))}, "not ascending"),
-        ({"quantiles": (-0.1, *QUANTILES, 0.1, 0.1, 0.1)}, "not ascending"),
-        ({"unknown": 1}, "tensors differ"),
-    ],
-    ids=str,
-)
-def test_metadata_that_cannot_be_is_refused(sound, changes, message):
-    hostile(**changes)(sound[2].path)
-    with pytest.raises(StoreError, match=message):
-        opened(sound)
-
-
-def test_tensors_of_other_shapes_are_refused(sound):
-    target = sound[2].path
-    header, sums = container.parse_header(target.read_bytes())
-    parts = list(header.parts)
-    i = [part.name for part in parts].index("group.0.attn_qkv")
-    parts[i] = dataclasses.replace(parts[i], shape=parts[i].shape[::-1])
-    changed = container.ContainerHeader(header.architecture, header.fields, tuple(parts))
-    with target.open("r+b") as file:
-        file.write(changed.with_sums(sums))
-    with pytest.raises(StoreError, match="tensors differ from the model's"):
-        opened(sound)
-
-
-@pytest.mark.parametrize(
-    "order",
-    [np.zeros(WIDTH), np.arange(WIDTH) + 1, -np.arange(WIDTH)],
-    ids=["same", "far", "below"],
-)
-def test_an_order_that_is_none_is_refused(sound, order):
-    file = sound[2]
-    order = order.astype(np.int32)
-    header, sums = container.parse_header(file.path.read_bytes())
-    sums[0] = crc32c(order.tobytes())
-    assert header.parts[0].name == "order.0.attn_qkv"
-    with file.path.open("r+b") as raw:
-        raw.write(header.with_sums(sums))
-        raw.seek(header.places["order.0.attn_qkv"])
-        raw.write(order.tobytes())
-    with pytest.raises(StoreError, match=r"the order of 0\.attn_qkv is not a permutation"):
-        opened(sound)
-
-
-@pytest.mark.parametrize("n", [0, 2])
-def test_tensors_have_names_of_their_own(n):
-    parts = (container.Part("one", int(Type.F16), (64, 64)),)
-    content = container.ContainerHeader("some", {"a": 1}, parts).with_sums([5])
-    info = content[content.index(struct.pack("<Q", 3) + b"one") :]
-    if n == 2:
-        header = container.ContainerHeader("some", {"a": 1}, parts * 2)
-        content = header.with_sums([5, 5])
-    else:
-        content = content[:8] + bytes(8) + content[16 : -len(info)]
-    with pytest.raises(ValueError, match=r"no tensors|two tensors of the same name"):
-        container.parse_header(content)
-
-
-def test_impossible_sizes_are_refused_before_anything_is_made_of_them(sound):
-    target = sound[2].path
-    start = b"GGUF" + struct.pack("<I", 3)
-    key = struct.pack("<Q", 1) + b"a"
-    for content in (
-        start + struct.pack("<QQ", 2**64 - 1, 0),
-        start + struct.pack("<QQ", 0, 2**64 - 1),
-        start + struct.pack("<QQQ", 0, 1, 2**63),
-        start + struct.pack("<QQ", 0, 1) + key + struct.pack("<IIQ", 9, 4, 2**62),
-        start + struct.pack("<QQ", 0, 1) + key + struct.pack("<IIQ", 9, 8, 2**62),
-        start + struct.pack("<QQ", 0, 1) + key + struct.pack("<IIQ", 9, 9, 2**62),
-        start + struct.pack("<QQ", 1, 0) + key + struct.pack("<I", 2**32 - 1),
-        start + struct.pack("<QQ", 1, 0) + key + struct.pack("<IQQIQ", 2, 2**63, 2**63, 24, 0),
-    ):
-        target.write_bytes(content.ljust(8192, b"\0"))
-        with pytest.raises(StoreError, match="not a channel file, or is damaged"):
-            opened(sound)
-
-
-def test_a_file_of_another_model_is_refused(sound, tmp_path):
-    _, tensors, file = sound
-    other = write_model(tmp_path / "other.gguf", Type.Q4_0, n_layers=1, seed=1)
-    with pytest.raises(ConfigError, match="another model file"):
-        open_channels(file.path, other, tensors)
-
-
-def test_files_that_were_put_in_place_of_a_loaded_models_are_refused(tmp_path):
-    """The files fit together, but not with the model that was loaded from there before."""
-    path, tensors, _ = packed(tmp_path)
-    load = ModelLoad(str(path), None, files_now(path))
-    begin_digest(load.files).get()
-    (tmp_path / "new").mkdir()
-    new, *_ = packed(tmp_path / "new", seed=1)
-    new.replace(path)
-    channel_path(new).replace(channel_path(path))
-    open_channels(channel_path(path), path, tensors)
-    with pytest.raises(LlmaasError, match=r"another model file|replaced or changed after"):
-        model_channels(load, tensors)
-
-
-def test_what_is_no_file_is_refused(sound):
-    path, tensors, file = sound
-    for place in (file.path.parent, file.path.parent / "none"):
-        with pytest.raises(StoreError, match=r"channel file, or is damaged|cannot read"):
-            open_channels(place, path, tensors)
