@@ -17,7 +17,8 @@ test: setup $(VENV)/.clients native-test
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --ignore=tests/load --ignore=tests/train -n auto --dist worksteal --durations=10
 	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/load
 
-QUICK := tests/unit --ignore=tests/unit/eval tests/engine/test_pass_through.py tests/integration/test_requests.py
+QUICK := tests/unit --ignore=tests/unit/eval tests/engine/test_pass_through.py tests/integration/test_requests.py \
+	tests/integration/test_request_ends.py
 
 # Run the unit tests that are not slow, and a few tests of whole models: a minute, for use while you work.
 quick: export PYTHONDONTWRITEBYTECODE =
@@ -70,8 +71,8 @@ native-test: setup
 
 # Run Python tests with both native libraries under ASan and UBSan. Tests that measure memory or preload a library are left out.
 SANITIZED ?= tests/engine tests/property tests/integration/kv_chunks tests/integration/flash_weights/test_sparse.py \
-	tests/integration/knn_lm tests/integration/elastic/test_plugin.py tests/integration/test_requests.py \
-	tests/faults/test_life.py
+	tests/integration/knn_lm tests/integration/elastic/test_plugin.py tests/integration/elastic/test_levels.py \
+	tests/integration/test_requests.py tests/integration/test_request_ends.py tests/faults/test_life.py
 MEASURED := --ignore=tests/engine/test_refusal.py --ignore=tests/integration/kv_chunks/test_memory.py -k "not memory and not are_streamed"
 sanitized: setup $(VENV)/.clients
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/python.sh -n 2 --dist worksteal $(SANITIZED) $(MEASURED)

@@ -46,7 +46,6 @@ __all__ = ["Config", "PluginTable", "ServiceConfig", "Source", "load_config", "v
 Source = Mapping[str, Any] | str | os.PathLike[str] | None
 _Settings = TypeVar("_Settings", bound=BaseModel)
 _PREFIX = "LLMAAS_PLUGINS__"
-_MOST_CONTEXTS = (1 << 63) - 1  # SQLite has no larger numbers
 _NAMES = {
     "allowed_hosts": (re.compile(r"[^\s/:*\[\]]+|[0-9a-f:]+"), "box.example.org"),
     "allowed_origins": (re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*]+"), "https://example.org"),
@@ -77,10 +76,7 @@ class ServiceConfig(BaseModel):
         description="Where the contexts' token logs live (one SQLite file).",
     )
     max_contexts_per_app: int = Field(
-        default=16,
-        ge=1,
-        le=_MOST_CONTEXTS,
-        description="Contexts an app may hold at a time (LLMS §3.1, K).",
+        default=16, ge=1, description="Contexts an app may hold at a time (LLMS §3.1, K)."
     )
     max_context_tokens: int | None = Field(
         default=None, ge=16, description="Longest context; the engine's n_ctx when unset."

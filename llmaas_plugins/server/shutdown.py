@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +22,6 @@ _WRITING_S = 60.0
 """Most seconds for writing data to disk, after the running call's grace period."""
 _AT_ONCE_S = 5.0
 """Most seconds for everything after a second signal."""
-_ENDLESS_S = 1e9
-"""Seconds that count as no limit, because ``select`` refuses to wait for some centuries."""
 
 
 class Shutdown:
@@ -81,7 +79,8 @@ class Shutdown:
     def _watch(self) -> None:
         deadline = None
         while True:
-            if not select.select([self._reader], [], [], _left_s(deadline))[0]:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._reader], [], [], left)[0]:
                 self._leave(f"something still runs {self._longest_s:g} s after the signal to end")
             byte = os.read(self._reader, 1)
             if byte == _DONE:
@@ -95,15 +94,9 @@ class Shutdown:
                 self._leave("it got three signals")
             self._end()
             self._longest_s = self._longest_s if deadline is None else _AT_ONCE_S
-            deadline = min(deadline or math.inf, time.monotonic() + self._longest_s)
+            deadline = min(deadline or sys.maxsize, time.monotonic() + self._longest_s)
 
     @staticmethod
     def _leave(why: str) -> None:
         os.write(2, f"llmaas: ended without waiting any longer: {why}\n".encode())
         os._exit(1)
-
-
-def _left_s(deadline: float | None) -> float | None:
-    """Return the seconds until a deadline; None if there is none."""
-    left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
-    return None if left > _ENDLESS_S else left

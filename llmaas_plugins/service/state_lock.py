@@ -8,12 +8,12 @@ import os
 import weakref
 from pathlib import Path
 
-from llmaas_hooks import StoreError, forks
+from llmaas_hooks import StoreError
 
 __all__ = ["StateLock"]
 
 
-class StateLock(forks.Forked):
+class StateLock:
     """A lock on a state folder, held until ``release`` or the end of the process."""
 
     def __init__(self, directory: Path) -> None:
@@ -38,12 +38,6 @@ class StateLock(forks.Forked):
             raise StoreError(
                 f"cannot use service.state_dir {directory}: {error.strerror}"
             ) from error
-        forks.watch(self)
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Close a child's copy of the descriptor, which would keep the lock if the parent died."""
-        if in_child:
-            self.release()
 
 
 def _release(descriptor: int, owner: int) -> None:

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 from limited import MAIL, ask, limited
+from requested import Recorder
 
 from llmaas_plugins.server.client import LLMClient
 
@@ -14,6 +15,14 @@ from llmaas_plugins.server.client import LLMClient
 def make(make_llama):
     """Make a ``Llama`` that uses one thread and leaves the other processors free."""
     return functools.partial(make_llama, n_threads_batch=1)
+
+
+@pytest.fixture
+def recorder(patched):
+    """Return a plugin that records requests, while the patches are applied."""
+    recorder = Recorder()
+    patched(recorder=recorder)
+    return recorder
 
 
 @pytest.fixture

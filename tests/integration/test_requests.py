@@ -3,70 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import itertools
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import llama_cpp
 import numpy as np
 import pytest
 from llama_cpp import LogitsProcessorList, StoppingCriteriaList
-from served import wait_until
+from requested import ONCE, PROMPT, Recorder, greedy
 
-from llmaas_hooks import Levels, PluginError, RequestStats, hookimpl
+from llmaas_hooks import Levels, RequestStats, hookimpl
 from llmaas_hooks.request_scope import at_levels, serving_context, without
-
-PROMPT = [1, 400, 401, 402, 403, 404]
-
-
-class Recorder:
-    def __init__(self):
-        self.events = []
-        self.requests = []
-        self.stats = []
-        self.saves = []
-
-    @hookimpl
-    def llmaas_request_begin(self, request):
-        self.events.append("begin")
-        self.requests.append(request)
-
-    @hookimpl
-    def llmaas_kv_restore(self, request):
-        self.events.append("restore")
-
-    @hookimpl
-    def llmaas_kv_save(self, request, tokens):
-        self.events.append("save")
-        self.saved = tokens
-        self.saves.append(tokens.tolist())
-
-    @hookimpl
-    def llmaas_request_end(self, request, stats):
-        self.ended_on = threading.current_thread()
-        self.events.append("end")
-        self.stats.append(stats)
-
-
-@pytest.fixture
-def recorder(patched):
-    recorder = Recorder()
-    patched(recorder=recorder)
-    return recorder
-
-
-def greedy(llama, tokens, n, **kwargs):
-    found = []
-    for token in llama.generate(tokens, temp=0.0, **kwargs):
-        found.append(token)
-        if len(found) == n:
-            break
-    return found
-
-
-ONCE = ["begin", "restore", "save", "end"]
 
 
 def test_hook_llmaas_request_begin(recorder, make_llama):
@@ -180,163 +128,6 @@ def test_chat_is_a_request_too(recorder, make_llama):
     messages = [{"role": "user", "content": "Hello"}]
     make_llama(chat_format="chatml").create_chat_completion(messages, max_tokens=3)
     assert recorder.events == ONCE
-
-
-@pytest.mark.parametrize("how", ["close", "del", "break"])
-def test_generator_closed_early(recorder, make_llama, how):
-    generator = make_llama().generate(PROMPT, temp=0.0)
-    next(generator)
-    if how == "close":
-        generator.close()
-    elif how == "break":
-        for _ in generator:
-            break
-    del generator
-    gc.collect()
-    assert recorder.events == ONCE
-    assert recorder.stats[0].n_generated == (2 if how == "break" else 1)
-
-
-def test_exception_inside(recorder, make_llama):
-    def explode(ids, logits):
-        raise ZeroDivisionError
-
-    llama = make_llama()
-    stop = llama_cpp.StoppingCriteriaList([explode])
-    with pytest.raises(ZeroDivisionError):
-        next(llama.generate(PROMPT, stopping_criteria=stop))
-    assert recorder.events == ONCE
-    assert recorder.saved.tolist() == PROMPT
-    assert recorder.stats[0].first_token_s is None
-    greedy(llama, PROMPT, 1)
-    assert recorder.events == ONCE * 2
-
-
-class Interrupter:
-    """Plugin that interrupts after the second batch was evaluated."""
-
-    n_batches = 0
-
-    @hookimpl
-    def llmaas_decode(self, step):
-        self.n_batches += 1
-        if self.n_batches == 2:
-            raise InterruptedError
-
-
-def test_an_interrupted_evaluation_leaves_no_logits(patched, make_llama):
-    expected = greedy(make_llama(), PROMPT, 4)
-    patched(interrupter=Interrupter())
-    llama = make_llama()
-    with pytest.raises(PluginError, match="InterruptedError"):
-        greedy(llama, PROMPT, 4)
-    assert llama.n_tokens == len(PROMPT)  # and the logits are those of one token more
-    assert greedy(llama, PROMPT, 4) == expected
-
-
-def test_exception_thrown_in_by_the_app(recorder, make_llama):
-    generator = make_llama().generate(PROMPT)
-    next(generator)
-    with pytest.raises(KeyError):
-        generator.throw(KeyError("app"))
-    assert recorder.events == ONCE
-
-
-def test_too_long_a_prompt_fails_as_ever(recorder, make_llama):
-    llama = make_llama(n_ctx=32)
-    with pytest.raises(ValueError, match="broadcast"):
-        greedy(llama, list(range(300, 340)), 1)
-    assert recorder.events == ["begin", "save", "end"]  # a prompt without room is not restored
-
-
-def test_llama_closed_under_its_generator(recorder, make_llama):
-    llama = make_llama()
-    generator = llama.generate(PROMPT)
-    next(generator)
-    llama.close()
-    generator.close()
-    assert recorder.events == ["begin", "restore", "end"]  # there is no context left to save from
-
-
-def test_llama_dropped_together_with_its_generator(recorder, reference_model):
-    llama = llama_cpp.Llama(str(reference_model), n_ctx=256, verbose=False)
-    generator = llama.generate(PROMPT)
-    next(generator)
-    both = [llama, generator]
-    both.append(both)  # only the garbage collector frees them, in any order
-    del llama, generator, both
-    recorder.requests.clear()
-    gc.collect()
-    wait_until(lambda: recorder.events == ["begin", "restore", "end"])
-    assert recorder.ended_on is not threading.current_thread()  # the thread that collected
-
-
-def abandon(generator):
-    """Leave a generator where only the garbage collector finds it."""
-    cycle = [generator]
-    cycle.append(cycle)
-
-
-def test_an_abandoned_request_ends_when_the_next_begins(recorder, make_llama):
-    llama = make_llama()
-    first = llama.generate(PROMPT, temp=0.0)
-    found = [next(first), next(first)]
-    abandon(first)
-    del first
-    gc.collect()
-    assert recorder.events == ["begin", "restore"]
-    greedy(llama, [7, 8, 9], 1)
-    assert recorder.events == ONCE * 2
-    assert [stats.n_generated for stats in recorder.stats] == [2, 1]
-    assert recorder.saves[0] == PROMPT + found[:-1]
-
-
-def test_a_request_that_ends_late_does_not_disturb_the_next(recorder, make_llama):
-    llama = make_llama()
-    first, second = llama.generate(PROMPT, temp=0.0), llama.generate([7, 8, 9], temp=0.0)
-    next(first)
-    next(second)
-    assert recorder.events == [*ONCE, "begin", "restore"]
-    first.close()
-    assert recorder.events == [*ONCE, "begin", "restore"]
-    second.close()
-    assert recorder.events == ONCE * 2
-    assert recorder.saves == [PROMPT, [7, 8, 9]]
-
-
-def test_generator_that_outlives_the_patches(patched, make_llama):
-    recorder = Recorder()
-    installed = patched(recorder=recorder)
-    generator = make_llama().generate(PROMPT, temp=0.0)
-    next(generator)
-    installed.revert()
-    assert recorder.events == ONCE
-    next(generator)  # nobody watches its cells any more
-    generator.close()
-    assert recorder.events == ONCE
-    assert recorder.saves == [PROMPT]
-
-
-def test_a_request_that_another_thread_runs_is_not_saved_when_the_patches_go(patched, make_llama):
-    recorder = Recorder()
-    installed = patched(recorder=recorder)
-    busy, goes_on = threading.Event(), threading.Event()
-
-    def pause(tokens, scores):
-        busy.set()
-        goes_on.wait()
-        return scores
-
-    processors = LogitsProcessorList([pause])
-    generator = make_llama().generate(PROMPT, temp=0.0, logits_processor=processors)
-    thread = threading.Thread(target=lambda: next(generator))
-    thread.start()
-    busy.wait()
-    installed.revert()
-    assert recorder.events == ["begin", "restore"]
-    goes_on.set()
-    thread.join()
-    generator.close()
 
 
 def test_reset_false_restores_nothing(recorder, make_llama):

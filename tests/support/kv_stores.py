@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sqlite3
-import subprocess
 import sys
 
+import fork_server
 import numpy as np
 import stored_chunks
+from damages import overwrite
 from stored_chunks import payload
 
 from llmaas_plugins._native import Budget, KVGeometry
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
+from llmaas_plugins.kv_chunks.store.extents import PAGE
 
 ROOT = b"r" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))
@@ -24,6 +27,9 @@ A = np.arange(16 * 6 + 5, dtype=np.int32)
 """Tokens of 7 chunks."""
 B = np.concatenate([A[:32], np.arange(500, 548, dtype=np.int32)])
 """Tokens of 2 chunks of A and 3 more."""
+OTHER_MODEL = b"o" * 32
+C = np.arange(900, 932, dtype=np.int32)
+"""Tokens of 2 chunks of another model."""
 FILES = ("lock", "chunks.slab", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 OPEN = """
 import os, sys
@@ -92,6 +98,22 @@ def assert_works(directory):
     store.close()
 
 
+def n_loaded(directory, root, tokens):
+    """Open the store, and return the number of tokens of a context that it gives back."""
+    store = open_store(directory)
+    n_tokens = load(store, tokens, root)
+    store.close()
+    return n_tokens
+
+
+def damage_chunk(directory, root, tokens, i):
+    """Change two bytes of a context's chunk ``i`` in the slab."""
+    with contextlib.closing(sqlite3.connect(directory / "index.sqlite")) as db:
+        found = db.execute("SELECT offset FROM chunks WHERE key=?", (chain(root, tokens)[i].key,))
+        (offset,) = found.fetchone()
+    overwrite(directory / "chunks.slab", PAGE + offset + 300, b"\xa5\x5a")
+
+
 def edit(directory, *statements):
     """Change the index, with statements or with pairs of a statement and its values."""
     db = sqlite3.connect(directory / "index.sqlite")
@@ -130,11 +152,5 @@ def assert_miss(directory):
 
 def run(script, *args, cwd=None):
     """Run a script in another process."""
-    return subprocess.run(
-        [sys.executable, "-c", script, *map(str, args)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
+    command = [sys.executable, "-c", script, *map(str, args)]
+    return fork_server.run(command, cwd=cwd, capture_output=True, text=True, timeout=30)

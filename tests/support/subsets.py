@@ -7,6 +7,11 @@ import math
 
 import numpy as np
 
+from llmaas_plugins.knn_lm.selection.objective import Objective
+
+OBJECTIVE = Objective(theta=1.0)
+HOWS = ["draw", "top"]
+
 
 class Full:
     """Pairs in memory; records which keys were requested."""
@@ -56,3 +61,7 @@ def worth(full, objective, *subsets):
 def best_worth(full, objective, size):
     """Return f(S*), the maximum over all subsets of this size."""
     return worth(full, objective, *itertools.combinations(range(len(full)), size)).max()
+
+
+def same(one, other):
+    return np.array_equal(one.indices, other.indices) and np.array_equal(one.weights, other.weights)

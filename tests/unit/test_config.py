@@ -141,7 +141,6 @@ def test_enabled_by_variable(path, value, enabled):
         ({"on_error": "explode"}, "code: on_error: "),
         ({"service": {"max_queu": 1}}, "unknown key 'service.max_queu'. Did you mean 'max_queue'?"),
         ({"service": {"max_queue": 0}}, "service.max_queue: expected at least 1, found 0"),
-        ({"service": {"max_contexts_per_app": 1 << 63}}, "per_app: expected at most 9223372036854"),
         ({"plugins": {"kv": 3}}, "plugins.kv: "),
         ({"plugins": {"kv": {"enabled": "yes"}}}, "true or false, found 'yes' (code)"),
     ],

@@ -32,19 +32,9 @@ def test_names():
     assert sorted(names) == sorted(specs.__all__)
 
 
-@pytest.mark.slow
 def test_every_hook_has_a_test():
-    found = {
-        node.name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-    }
-    missing = [
-        name
-        for name in specs.__all__
-        if not any(test.startswith(f"test_hook_{name}") for test in found)
-    ]
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    missing = [name for name in specs.__all__ if f"def test_hook_{name}" not in tests]
     assert missing == []
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from damages import overwrite
-from kv_stores import BUDGET, GEOM, ROOT, A, B, assert_works, load, on_disk, open_store, save
+from kv_stores import BUDGET, GEOM, ROOT, A, B, assert_works, load, on_disk, open_store, run, save
 from reading import reader_of
 from stored_chunks import payload
 
@@ -78,8 +76,7 @@ store.evict_context("a")
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.slow
 def test_a_deletion_that_is_killed_is_finished_or_never_was(kv, where, step):
-    command = [sys.executable, "-c", DIE, str(kv), where, step]
-    assert subprocess.run(command, check=False, timeout=60).returncode == -9
+    assert run(DIE, kv, where, step).returncode == -9
     assert left_of(kv, ONLY_A) or step == "gaps" or (where, step) == ("after", "log")
     store = open_store(kv)
     if (where, step) == ("before", "commit"):

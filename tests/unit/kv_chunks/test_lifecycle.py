@@ -7,36 +7,14 @@ import time
 
 import numpy as np
 import pytest
+from page_stores import BOUND, GEOM, ROOT
 from stored_chunks import encoder, payload
 
-from llmaas_plugins._native import Budget, Codec, KVGeometry, chunk_bound, chunk_peek
+from llmaas_plugins._native import Codec, KVGeometry, chunk_bound, chunk_peek
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
-from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
-from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.eviction import EvictionQueue
 from llmaas_plugins.kv_chunks.store.extents import PAGE
 from llmaas_plugins.kv_chunks.store.tree import Chunk
-
-ROOT = b"r" * 32
-GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page
-BOUND = chunk_bound(GEOM, Codec.RAW, 16)
-
-
-@pytest.fixture
-def open_store(tmp_path):
-    """Return a function that opens the store with a size in pages, closing the one before."""
-    stores = []
-
-    def opened(ram, disk=0, **options):
-        if stores:
-            stores.pop().close()
-        tier = DiskStore(tmp_path / "kv", disk * PAGE) if disk else None
-        stores.append(ChunkStore(Budget(ram * PAGE), tier, **options))
-        return stores[-1]
-
-    yield opened
-    if stores:
-        stores.pop().close()
 
 
 def tokens(first, n_chunks):

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import gc
 import os
-import signal
 import stat
 import threading
 
@@ -57,23 +56,6 @@ def test_a_forked_child_does_not_keep_it(tmp_path):
         os.waitpid(child, 0)
         os.close(reader)
         os.close(writer)
-
-
-def test_a_forked_child_does_not_keep_it_when_its_parent_was_killed(tmp_path):
-    reader, writer = os.pipe()
-    if (parent := os.fork()) == 0:
-        with service(tmp_path):
-            if os.fork() == 0:
-                os.close(writer)
-                os.read(reader, 1)  # until the test ends
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        os.waitpid(parent, 0)
-        service(tmp_path).close()
-    finally:
-        os.close(writer)
-        os.close(reader)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
