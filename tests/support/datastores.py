@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pickle
 from typing import Any
 
 import numpy as np
@@ -56,9 +57,26 @@ class Stored:
     weights: Any
     origins: Any
     key: str
+    _written: dict[bytes, bytes] = dataclasses.field(default_factory=dict, init=False)
 
-    def write(self, directory, *, rows=slice(None), owners=None, **settings):
-        """Write all rows or some of them into a directory and return its path.
+    def write(self, directory, **options):
+        """Write a datastore into a directory and return its path; see ``select``.
+
+        To write a datastore takes as long as a short answer. The first one of its kind is therefore
+        kept, and the others are copies.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        kind = pickle.dumps(options)
+        if kind not in self._written:
+            self._written[kind] = self.select(directory, **options).read_bytes()
+            return directory / SELECTED
+        copy = directory / f"{SELECTED}.copy"
+        copy.touch(mode=0o600)
+        copy.write_bytes(self._written[kind])
+        return copy.replace(directory / SELECTED)
+
+    def select(self, directory, *, rows=slice(None), owners=None, **settings):
+        """Write all rows or some of them into a directory and return the datastore's path.
 
         Args:
             directory: Directory of the new datastore.
@@ -66,7 +84,6 @@ class Stored:
             owners: App of each conversation.
             **settings: Settings that replace the defaults.
         """
-        directory.mkdir(parents=True, exist_ok=True)
         Datastore.write(
             directory / SELECTED,
             fingerprint=self.fingerprint,

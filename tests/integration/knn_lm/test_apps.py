@@ -48,12 +48,7 @@ def says(llama, app, n=12):
     return found
 
 
-@pytest.mark.parametrize("index", ["scan", "faiss"])
-def test_an_app_is_answered_as_if_other_apps_had_stored_nothing(
-    using, reference_model, tmp_path, index
-):
-    if index == "faiss":
-        pytest.importorskip("faiss")
+def test_an_app_is_answered_as_if_other_apps_had_stored_nothing(using, reference_model, tmp_path):
     pairs = stored(reference_model)
     whose = np.array(OWNERS, object)[pairs.origins[:, 0]]
     pairs.write(tmp_path / "all", owners=OWNERS)
@@ -63,15 +58,23 @@ def test_an_app_is_answered_as_if_other_apps_had_stored_nothing(
         with using(tmp_path / str(app)) as (_, llama):
             alone[app] = says(llama, app)
     assert alone["mail"] != alone["notes"]
-    with using(tmp_path / "all", index=index) as (_, llama):
+    with using(tmp_path / "all") as (_, llama):
         for app in ("notes", "mail", None, "notes", "other"):
-            expected = alone[None if app == "other" else app]
-            assert says(llama, app) == expected or index == "faiss"
+            assert says(llama, app) == alone[None if app == "other" else app]
     pairs.write(tmp_path / "shared")
     with using(tmp_path / "shared") as (_, llama):
         expected = says(llama, "game")
     with using(tmp_path / "all", share_across_apps=True) as (_, llama):
         assert says(llama, "game") == expected
+
+
+def test_an_approximate_search_answers_every_app(using, reference_model, tmp_path):
+    pytest.importorskip("faiss")
+    stored(reference_model).write(tmp_path, owners=OWNERS)
+    with using(tmp_path, index="faiss") as (suite, llama):
+        for app in ("notes", "mail", None, "notes", "other"):
+            says(llama, app, n=4)
+        assert suite.status()["plugins"]["knn_lm"]["mixed"] > 0
 
 
 def test_rows_that_an_app_may_hear_are_the_only_ones_found(reference_model, tmp_path):

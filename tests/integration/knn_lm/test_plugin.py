@@ -544,7 +544,7 @@ class TestEngines:
 
         def replace():
             while not is_over.wait(0.005):
-                store.write()
+                store.pairs.select(store.directory)
 
         threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
         replacing = threading.Thread(target=replace)

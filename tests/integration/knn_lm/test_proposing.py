@@ -288,14 +288,14 @@ def test_a_reply_at_the_limit_ends_where_it_does_without_drafts(tmp_path, refere
         settings = ServiceConfig(state_dir=tmp_path / str(limit), max_context_tokens=limit)
         with LLMService(llama, settings) as service:
             context = service.bind("mail").new_context()
-            reply = context.call(QUESTIONS[0], max_tokens=150, temperature=0.0)
+            reply = context.call(QUESTIONS[0], max_tokens=100, temperature=0.0)
             shutil.rmtree(settings.state_dir)
             return reply.text, reply.finish_reason, reply.n_tokens
 
-    limits = range(100, 116)
+    limits = range(48, 64)
     with contextlib.closing(Llama(str(reference_model), **ENGINE, **ONE_BY_ONE)) as llama:
         expected = [answers(llama, limit) for limit in limits]
-        long = answers(llama, 200)[0]
+        long = answers(llama, 100)[0]
     messages = (Message("user", QUESTIONS[0]), Message("assistant", long))
     fill(tmp_path / "store", reference_model, [Conversation("long", "chat", messages, True)])
     with proposing(tmp_path / "store", reference_model) as (suite, llama):

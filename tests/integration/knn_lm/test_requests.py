@@ -9,8 +9,8 @@ import json
 
 import numpy as np
 import pytest
-from datastores import QUESTIONS, K, Natives, softmax, stored
-from llama_cpp import LlamaGrammar, LogitsProcessorList, llama_cpp
+from datastores import ENGINE, QUESTIONS, K, Natives, softmax, stored
+from llama_cpp import Llama, LlamaGrammar, LogitsProcessorList, llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from served import ENGINE as SERVED
 from served import serving
@@ -167,22 +167,27 @@ class TestDistribution:
             changes.append(np.abs(found - softmax(logits)).max())
         assert max(changes) > 0.1
 
-    @pytest.mark.parametrize("name", SAMPLERS)
-    def test_is_what_every_sampler_samples_from(self, mixing, make, vanilla, name):
+    def test_is_what_every_sampler_samples_from(self, mixing, make, vanilla):
         """Vanilla's own samplers draw the same tokens from the same logits."""
 
-        def ask(llama, processor=None):
+        def ask(llama, name, processor=None, n=16):
+            llama.reset()
             prompt = tokens_of(llama, QUESTIONS[1])
-            return watched(llama, prompt, 16, SAMPLERS[name], processor)
+            return watched(llama, prompt, n, SAMPLERS[name], processor)
 
-        suite = mixing()
-        tokens, rows = ask(make())
-        assert mixed(suite) == len(rows)
+        def ask_all(llama):
+            for name, (tokens, rows) in ours.items():
+                assert ask(llama, name, rows.__getitem__)[0] == tokens, name
+                _, alone = ask(llama, name, n=1)
+                assert not np.array_equal(rows[0], alone[0]), name
+
+        suite, llama, ours = mixing(), make(), {}
+        for name in SAMPLERS:
+            before = mixed(suite)
+            ours[name] = ask(llama, name)
+            assert mixed(suite) == before + len(ours[name][1]), name
         suite.deactivate()
-        again, _ = vanilla(lambda llama: ask(llama, rows.__getitem__))
-        assert tokens == again
-        _, alone = vanilla(ask)
-        assert not np.array_equal(rows[0], alone[0])
+        vanilla(ask_all)
 
     def test_leaves_banned_tokens_banned(self, mixing, make):
         """Tokens may be banned by another plugin or by the app's bias."""
@@ -241,9 +246,11 @@ def same(found, expected):
 class TestVanilla:
     """Bit-identical results where nothing is to be mixed."""
 
-    @pytest.fixture
-    def alone(self, vanilla):
-        return vanilla(rows_of)
+    @pytest.fixture(scope="class")
+    @classmethod
+    def alone(cls, reference_model):
+        with contextlib.closing(Llama(str(reference_model), **ENGINE)) as llama:
+            return rows_of(llama)
 
     def test_mixing_is_seen_here(self, mixing, make, alone):
         mixing()
@@ -309,16 +316,28 @@ class TestVanilla:
 class TestWaysToAsk:
     """Same text for all kinds of requests, whatever is batched, restored or proposed."""
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def replies(cls, pairs, reference_model, tmp_path_factory):
+        """Return replies of a plain engine with the datastore."""
+        folder = tmp_path_factory.mktemp("replies")
+        pairs.write(folder)
+        own = {"store": str(folder), "k": K, "look_back": 0}
+        with (
+            activate({"on_error": "raise", "plugins": {"knn_lm": own}}),
+            contextlib.closing(Llama(str(reference_model), **(ENGINE | ONE_BY_ONE))) as llama,
+        ):
+            return [said(llama, question) for question in QUESTIONS]
+
     @pytest.fixture
-    def ours(self, mixing, make):
-        """Return replies of a plain engine; the suite stays active."""
+    def ours(self, replies, mixing):
+        """Return a function that activates the suite and returns a plain engine's replies."""
 
-        def replies(**suite):
+        def start(**suite):
             mixing(**suite)
-            with contextlib.closing(make(**ONE_BY_ONE)) as llama:
-                return [said(llama, question) for question in QUESTIONS]
+            return replies
 
-        return replies
+        return start
 
     def test_replies_are_others_than_vanillas(self, ours, vanilla):
         found = ours()
@@ -607,11 +626,18 @@ class TestTrust:
             next(stream)
         return mixer_of(suite, llama)._trust.trust.weight
 
-    @pytest.fixture
-    def expected(self, make, mixing):
-        """Return the trust of a known text, evaluated at once by a fresh process."""
-        with mixing(look_back=32) as suite, contextlib.closing(make(**ONE_BY_ONE)) as llama:
-            return self.weight(suite, llama, self.KNOWN)
+    @pytest.fixture(scope="class")
+    @classmethod
+    def expected(cls, pairs, reference_model, tmp_path_factory):
+        """Return the trust of a known text, evaluated at once by a fresh engine."""
+        folder = tmp_path_factory.mktemp("expected")
+        pairs.write(folder)
+        own = {"store": str(folder), "k": K, "look_back": 32}
+        with (
+            activate({"on_error": "raise", "plugins": {"knn_lm": own}}) as suite,
+            contextlib.closing(Llama(str(reference_model), **(ENGINE | ONE_BY_ONE))) as llama,
+        ):
+            return cls.weight(suite, llama, cls.KNOWN)
 
     def test_a_known_text_is_trusted_and_another_is_not(self, make, mixing, expected):
         assert expected > 0.9
@@ -620,11 +646,12 @@ class TestTrust:
             # and distant neighbors have no weight anyway
             assert self.weight(suite, llama, other) < 0.25
 
-    @pytest.mark.parametrize("n_batch", [1, 5, 31, 32, 33])
-    def test_is_the_same_in_whatever_batches(self, make, mixing, expected, n_batch):
+    def test_is_the_same_in_whatever_batches(self, make, mixing, expected):
         with mixing(look_back=32) as suite:
-            llama = make(**ONE_BY_ONE, n_batch=n_batch)
-            assert self.weight(suite, llama, self.KNOWN) == expected
+            for n_batch in (1, 5, 31, 32, 33):
+                llama = make(**ONE_BY_ONE, n_batch=n_batch)
+                assert self.weight(suite, llama, self.KNOWN) == expected, n_batch
+                llama.close()
 
     def test_is_the_same_whatever_came_before(self, make, mixing, expected, monkeypatch):
         with mixing(look_back=32) as suite:
