@@ -8,7 +8,7 @@ from gguf import GGUFReader
 
 from llmaas_eval.data import packaged_lines
 from llmaas_eval.sparse.report import report
-from llmaas_eval.sparse.study import Plan, study
+from llmaas_eval.sparse.study import SparseSettings, study
 from llmaas_eval.sparse.texts import Texts
 from llmaas_eval.tolerance.engine import Engine
 from llmaas_eval.weights import read_weights
@@ -92,7 +92,7 @@ def test_perplexity_rises_with_sparsity(oracle, rows, selection):
 @pytest.mark.slow
 def test_everything_in_tables(rows, reference_model):
     texts = Texts(rows[:1], rows, {"talks": rows[:2, :24]})
-    found = study(reference_model, texts, Plan((0.0, 0.5), 8, 1, (0.3,), (1, 4)))
+    found = study(reference_model, texts, SparseSettings((0.0, 0.5), 8, 1, (0.3,), (1, 4)))
     text = report(found)
     assert text.count("## ") == len(found) == 7
     assert "| top-k | 8 |" in text

@@ -28,7 +28,7 @@ from llmaas_eval.elastic.measuring import Material
 from llmaas_eval.elastic.methods import METHODS
 from llmaas_eval.elastic.report import report
 from llmaas_eval.elastic.rows import as_json
-from llmaas_eval.elastic.study import PARTS, Plan, study
+from llmaas_eval.elastic.study import PARTS, Choices, study
 from llmaas_eval.elastic.texts import windows_of
 from llmaas_eval.results import about
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            found = study(_material(args, Path(folder)), _plan(args))
+            found = study(_material(args, Path(folder)), _choices(args))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if args.pictures:
@@ -89,12 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _choices(args: argparse.Namespace) -> Choices:
     if args.quick:
-        return Plan(
+        return Choices(
             args.parts, args.methods, calibrations=(128,), types=("Q8_0",), continued=(1.0, 0.5)
         )
-    return Plan(args.parts, args.methods)
+    return Choices(args.parts, args.methods)
 
 
 def _material(args: argparse.Namespace, folder: Path) -> Material:

@@ -14,11 +14,11 @@ from llmaas_eval.elastic.rows import Found, Row
 from llmaas_plugins.elastic.units import without_layers
 from llmaas_plugins.model.quantize import quantize
 
-__all__ = ["PARTS", "Plan", "study"]
+__all__ = ["PARTS", "Choices", "study"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Choices:
     """Choice of what to measure.
 
     Attributes:
@@ -36,26 +36,26 @@ class Plan:
     continued: tuple[float, ...] = (1.0, 0.8, 0.5, 0.3)
 
 
-def study(material: Material, plan: Plan) -> Found:
-    """Measure the parts of the plan; the others are empty."""
+def study(material: Material, choices: Choices) -> Found:
+    """Measure the parts of the choices; the others are empty."""
     measuring = Measuring(material)
     return {
-        part: [measuring.full, *measure(measuring, plan)] if part in plan.parts else []
+        part: [measuring.full, *measure(measuring, choices)] if part in choices.parts else []
         for part, measure in PARTS.items()
     }
 
 
-def _levels(measuring: Measuring, plan: Plan) -> list[Row]:
+def _levels(measuring: Measuring, choices: Choices) -> list[Row]:
     """Measure all methods (Fig 10a)."""
     rows = []
     for name, variant in measuring.ours.items():
         rows += measuring.rows(name, variant)
-    for name in plan.methods:
+    for name in choices.methods:
         rows += METHODS[name](measuring, name)
     return rows
 
 
-def _layers(measuring: Measuring, _plan: Plan) -> list[Row]:
+def _layers(measuring: Measuring, _: Choices) -> list[Row]:
     """Measure the model without each single layer (Fig 10b)."""
     source, blocks = measuring.of.source, measuring.blocks
     removed = [without_layers(blocks, [i]) for i in range(blocks.n_layers)]
@@ -64,21 +64,21 @@ def _layers(measuring: Measuring, _plan: Plan) -> list[Row]:
     return [Row(str(i), share, share, reading) for i, reading in enumerate(found)]
 
 
-def _calibration(measuring: Measuring, plan: Plan) -> list[Row]:
+def _calibration(measuring: Measuring, choices: Choices) -> list[Row]:
     """Measure importance scored on different numbers of tokens."""
     from llmaas_plugins.elastic.gradients import gradient_scores
 
     rows, windows = [], measuring.of.calibration
-    for n_tokens in plan.calibrations:
+    for n_tokens in choices.calibrations:
         some = windows[: max(1, n_tokens // windows.shape[1])]
         rows += measuring.ordered(f"{some.size:,}", gradient_scores(measuring.of.source, some))
     return rows
 
 
-def _types(measuring: Measuring, plan: Plan) -> list[Row]:
+def _types(measuring: Measuring, choices: Choices) -> list[Row]:
     """Measure other types of weights in the same order, at the plugin's widths (Fig 19a)."""
     rows, levels = [], (1.0, *measuring.of.levels)
-    for name in ("F16", *plan.types):
+    for name in ("F16", *choices.types):
         path = measuring.of.prepared
         if name != "F16":
             path = quantize(path, measuring.of.folder / f"{name}.gguf", name)
@@ -86,14 +86,14 @@ def _types(measuring: Measuring, plan: Plan) -> list[Row]:
     return rows
 
 
-def _continued(measuring: Measuring, plan: Plan) -> list[Row]:
+def _continued(measuring: Measuring, choices: Choices) -> list[Row]:
     """Measure contexts that change their level."""
     of = measuring.of
-    found = continued(of.prepared, of.windows, plan.continued, of.folder)
+    found = continued(of.prepared, of.windows, choices.continued, of.folder)
     return [Row(f"from {before:.0%}", then, then, reading) for before, then, reading in found]
 
 
-PARTS: Mapping[str, Callable[[Measuring, Plan], list[Row]]] = {
+PARTS: Mapping[str, Callable[[Measuring, Choices], list[Row]]] = {
     "levels": _levels,
     "layers": _layers,
     "calibration": _calibration,

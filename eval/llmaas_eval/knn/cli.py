@@ -10,7 +10,7 @@ from pathlib import Path
 from llmaas_eval.data import DATA
 from llmaas_eval.knn.methods import METHODS
 from llmaas_eval.knn.options import Options
-from llmaas_eval.knn.scoring import Plan
+from llmaas_eval.knn.scoring import ScoringSettings
 from llmaas_eval.knn.study import FIGURES, draw
 from llmaas_eval.knn.users import USERS
 from llmaas_plugins.reference_model import reference_model_path
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.cache or args.out / "knn-keys",
         args.users or list(USERS),
         args.methods or list(METHODS),
-        Plan(args.tokens, args.held),
+        ScoringSettings(args.tokens, args.held),
         args.out,
     )
     sys.stdout.write(f"{draw(args.figure, options)}\n")

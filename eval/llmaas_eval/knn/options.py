@@ -9,7 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from llmaas_eval.knn.keys import UserKeys, kept_keys
-from llmaas_eval.knn.scoring import Plan
+from llmaas_eval.knn.scoring import ScoringSettings
 
 __all__ = ["SHARE", "Options"]
 
@@ -27,7 +27,7 @@ class Options:
         cache: Folder for users' computed pairs.
         users: Names of the users to measure.
         methods: Names of the methods in Table 2.
-        plan: Settings of each user's study.
+        scoring: Settings of each user's study.
         out: Folder for the results.
     """
 
@@ -36,7 +36,7 @@ class Options:
     cache: Path
     users: Sequence[str]
     methods: Sequence[str]
-    plan: Plan
+    scoring: ScoringSettings
     out: Path
 
     def each(self) -> Iterator[UserKeys]:

@@ -34,9 +34,9 @@ def draw_shipped(options: Options, path: Path) -> tuple[list[Row], str]:
     skipped: dict[str, list[float]] = {}
     rows = []
     for keys in options.each():
-        history, fitted_on = history_of(keys, options.plan)
-        chosen, part = _offline(history), first(keys.test, options.plan.n_test)
-        k = options.plan.k
+        history, fitted_on = history_of(keys, options.scoring)
+        chosen, part = _offline(history), first(keys.test, options.scoring.n_test)
+        k = options.scoring.k
         mixture = fit_mixture(exactly(history, chosen, fitted_on, k).met).mixture
         exact = exactly(history, chosen, part, k)
         alone, n = Surprise.of(part.p, part.conv), len(history)
@@ -65,9 +65,9 @@ def draw_generated(options: Options, path: Path) -> tuple[list[Row], str]:
     del path
     lines = []
     for keys in options.each():
-        history, fitted_on = history_of(keys, options.plan)
+        history, fitted_on = history_of(keys, options.scoring)
         chosen = _offline(history)
-        mixture = fit_mixture(exactly(history, chosen, fitted_on, options.plan.k).met).mixture
+        mixture = fit_mixture(exactly(history, chosen, fitted_on, options.scoring.k).met).mixture
         parts = without_duplicates(split(load(options.data, keys.name), keys.name))
         chats = parts.test[:_N_PROMPTS]
         with TemporaryDirectory() as folder:

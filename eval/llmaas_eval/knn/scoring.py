@@ -22,8 +22,8 @@ __all__ = [
     "Chosen",
     "Kind",
     "Method",
-    "Plan",
     "Row",
+    "ScoringSettings",
     "as_pairs",
     "first",
     "history_of",
@@ -53,7 +53,7 @@ Method = Callable[[Pairs, int], Chosen]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ScoringSettings:
     """Settings of a user's study.
 
     Attributes:
@@ -97,7 +97,7 @@ class Row(NamedTuple):
 def study(
     keys: UserKeys,
     methods: Mapping[str, tuple[Method, float]],
-    plan: Plan,
+    settings: ScoringSettings,
     *,
     others: Mapping[str, Part] | None = None,
     prompts: Sequence[int] = (0,),
@@ -107,19 +107,21 @@ def study(
     Args:
         keys: A user's training part, to make datastores from, and test part, to score.
         methods: Method and share of pairs to keep, by name.
-        plan: Settings of the study.
+        settings: Settings of the study.
         others: Further texts to score, by name; their rows' user is "<user> on <name>".
         prompts: Numbers of first tokens to treat as a prompt (see ``probability``). Only the tokens
             after the prompt are scored. Except for 0, the rows' user ends in "after <n>".
     """
-    history, fitted_on = history_of(keys, plan)
+    history, fitted_on = history_of(keys, settings)
     chosen = {
         name: method(history, round(share * len(history)))
         for name, (method, share) in methods.items()
     }
-    stores = _Stores(history, chosen, plan)
-    mixtures = [fit_mixture(met, has_far=plan.has_far).mixture for met in stores.meet(fitted_on)]
-    texts = {keys.name: first(keys.test, plan.n_test)}
+    stores = _Stores(history, chosen, settings)
+    mixtures = [
+        fit_mixture(met, has_far=settings.has_far).mixture for met in stores.meet(fitted_on)
+    ]
+    texts = {keys.name: first(keys.test, settings.n_test)}
     texts |= {f"{keys.name} on {name}": part for name, part in (others or {}).items()}
     rows = []
     for name, part in texts.items():
@@ -129,29 +131,33 @@ def study(
             alone = _scored(part.p, part, n_prompt)
             rows.append(Row(user, "pure", len(history), 0, None, alone))
             for (method, some), mixture, met in found:
-                p = probability(mixture, met, part, has_trust=plan.has_trust, n_prompt=n_prompt)
+                p = probability(mixture, met, part, has_trust=settings.has_trust, n_prompt=n_prompt)
                 surprise = _scored(p, part, n_prompt)
                 rows.append(Row(user, method, len(history), len(some.rows), mixture, surprise))
     return rows
 
 
-def history_of(keys: UserKeys, plan: Plan) -> tuple[Pairs, Part]:
+def history_of(keys: UserKeys, settings: ScoringSettings) -> tuple[Pairs, Part]:
     """Return the history for datastores, and the last conversations, to fit settings on."""
     held = keys.train.conv >= (1 - _HELD_SHARE) * (keys.train.conv[-1] + 1)
-    history = as_pairs(keys.train.rows(~held), plan.kind)
-    return history, first(keys.train.rows(held), plan.n_held)
+    history = as_pairs(keys.train.rows(~held), settings.kind)
+    return history, first(keys.train.rows(held), settings.n_held)
 
 
 class _Stores:
     """Datastores made from the same history, searched together."""
 
-    def __init__(self, history: Pairs, chosen: Mapping[str, Chosen], plan: Plan) -> None:
-        self._history, self._chosen, self._plan = history, chosen, plan
+    def __init__(
+        self, history: Pairs, chosen: Mapping[str, Chosen], settings: ScoringSettings
+    ) -> None:
+        self._history, self._chosen, self._settings = history, chosen, settings
 
     def meet(self, part: Part) -> list[HeldOut]:
         """Return the neighbors of ``part``'s targets in each datastore."""
         subsets = [some.rows for some in self._chosen.values()]
-        found = search(_keys(part, self._plan.kind), self._history.keys, subsets, self._plan.k)
+        found = search(
+            _keys(part, self._settings.kind), self._history.keys, subsets, self._settings.k
+        )
         each = zip(found, self._chosen.values(), strict=True)
         return [_met(part, some, self._history, chosen) for some, chosen in each]
 

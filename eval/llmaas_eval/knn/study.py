@@ -16,7 +16,7 @@ from llmaas_eval.knn.methods import METHODS, OURS, RIVALS
 from llmaas_eval.knn.options import SHARE, Options
 from llmaas_eval.knn.plots import draw_bars, draw_curves
 from llmaas_eval.knn.product import draw_generated, draw_shipped
-from llmaas_eval.knn.scoring import Method, Plan, Row, study
+from llmaas_eval.knn.scoring import Method, Row, ScoringSettings, study
 from llmaas_eval.knn.unrelated import unrelated
 from llmaas_eval.knn.users import USERS, load, split
 from llmaas_eval.markdown import table
@@ -42,8 +42,8 @@ def draw(name: str, options: Options) -> str:
         "figure": name,
         "model": options.model.name,
         "users": list(options.users),
-        "n_test": options.plan.n_test,
-        "n_held": options.plan.n_held,
+        "n_test": options.scoring.n_test,
+        "n_held": options.scoring.n_held,
     }
     write(path, settings, [report.as_json(row) for row in rows], text)
     return text
@@ -65,7 +65,7 @@ def _users(options: Options, path: Path) -> tuple[list[Row], str]:
 
 def _table2(options: Options, path: Path) -> tuple[list[Row], str]:
     methods = {name: METHODS[name] for name in options.methods}
-    rows = [row for keys in options.each() for row in _studied(keys, options.plan, methods)]
+    rows = [row for keys in options.each() for row in _studied(keys, options.scoring, methods)]
     draw_bars(rows, path)
     ours, rivals = ([name for name in some if name in methods] for some in (OURS, RIVALS))
     tables = [
@@ -82,9 +82,9 @@ def _table3(options: Options, path: Path) -> tuple[list[Row], str]:
     rows = []
     for name, domains in DRIFTS.items():
         keys, mixed = drifted(*map(options.user, domains))
-        plan = replace(options.plan, n_test=len(keys.test))
+        settings = replace(options.scoring, n_test=len(keys.test))
         others = {"B and C mixed": mixed}
-        rows += _studied(replace(keys, name=name), plan, methods, others)
+        rows += _studied(replace(keys, name=name), settings, methods, others)
     return rows, "\n\n".join([report.users_table(rows), report.means_table(rows, ["pure"])])
 
 
@@ -92,7 +92,7 @@ def _fig9(options: Options, path: Path) -> tuple[list[Row], str]:
     methods = {name: METHODS[name] for name in ("random", *OURS)}
     at = {f"{name} {share:g}": (methods[name], share) for share in _SHARES for name in methods}
     at = {"full": (METHODS["full"], 1.0), **at}
-    rows = [row for keys in options.each() for row in study(keys, at, options.plan)]
+    rows = [row for keys in options.each() for row in study(keys, at, options.scoring)]
     draw_curves(rows, path)
     return rows, report.means_table(rows, ["pure", "full"])
 
@@ -107,7 +107,7 @@ def _harm(options: Options, path: Path) -> tuple[list[Row], str]:
     for keys in options.each():
         stranger = options.user(_stranger(keys.name))
         others["a stranger's"] = head(stranger.test, 20)
-        rows += _studied(keys, options.plan, methods, others, (0, *_PROMPTS))
+        rows += _studied(keys, options.scoring, methods, others, (0, *_PROMPTS))
     kinds = dict.fromkeys(_kind(row) for row in rows)
     tables = [
         f"{kind}:\n\n"
@@ -133,16 +133,16 @@ def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
     """Measure design choices: the kind of key, trust, leaving far states to the model, drawing."""
     del path
     methods = {name: METHODS[name] for name in ("full", "random", "offline", "offline, top")}
-    plans = {
-        "": options.plan,
-        ", final norm": replace(options.plan, kind="norm"),
-        ", no trust": replace(options.plan, has_trust=False),
-        ", Eq 33": replace(options.plan, has_far=False, has_trust=False),
+    variants = {
+        "": options.scoring,
+        ", final norm": replace(options.scoring, kind="norm"),
+        ", no trust": replace(options.scoring, has_trust=False),
+        ", Eq 33": replace(options.scoring, has_far=False, has_trust=False),
     }
     rows = []
     for keys in options.each():
-        for name, plan in plans.items():
-            found = _studied(keys, plan, methods)
+        for name, settings in variants.items():
+            found = _studied(keys, settings, methods)
             rows += [
                 row._replace(method=row.method + name) for row in found if row.method != "pure"
             ]
@@ -152,13 +152,13 @@ def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
 
 def _studied(
     keys: UserKeys,
-    plan: Plan,
+    settings: ScoringSettings,
     methods: Mapping[str, Method],
     others: Mapping[str, Part] | None = None,
     prompts: Sequence[int] = (0,),
 ) -> list[Row]:
     at = {name: (method, SHARE) for name, method in methods.items()}
-    return study(keys, at, plan, others=others, prompts=prompts)
+    return study(keys, at, settings, others=others, prompts=prompts)
 
 
 FIGURES: Mapping[str, _Figure] = {

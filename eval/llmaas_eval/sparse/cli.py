@@ -12,7 +12,7 @@ from pathlib import Path
 from llmaas_eval.data import DATA
 from llmaas_eval.results import about
 from llmaas_eval.sparse.report import report
-from llmaas_eval.sparse.study import Plan, study
+from llmaas_eval.sparse.study import SparseSettings, study
 from llmaas_eval.sparse.texts import read_texts
 from llmaas_plugins.reference_model import reference_model_path
 
@@ -49,6 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = read_texts(args.data, model, args.windows, args.contexts, _N_TOKENS)
     except FileNotFoundError as error:
         parser.error(str(error))
-    found = study(model, texts, Plan())
+    found = study(model, texts, SparseSettings())
     sys.stdout.write(f"{json.dumps(about() | found) if args.json else report(found)}\n")
     return 0

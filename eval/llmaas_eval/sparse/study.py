@@ -22,7 +22,7 @@ from llmaas_eval.sparse.texts import Texts, Tokens
 if TYPE_CHECKING:
     from llmaas_eval.sparse.oracle import Oracle
 
-__all__ = ["Plan", "Row", "study"]
+__all__ = ["Row", "SparseSettings", "study"]
 
 Row = dict[str, Any]
 
@@ -33,7 +33,7 @@ _SPARSE, _HOT = 0.5, (0.1, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SparseSettings:
     """Parameters of the study.
 
     Attributes:
@@ -51,66 +51,68 @@ class Plan:
     groups: tuple[int, ...] = (1, 2, 4, 8)
 
 
-def study(model: Path, texts: Texts, plan: Plan) -> dict[str, list[Row]]:
+def study(model: Path, texts: Texts, settings: SparseSettings) -> dict[str, list[Row]]:
     """Return tables by name, as rows of named values."""
     from llmaas_eval.sparse.oracle import Oracle
 
     oracle = Oracle(model)
     oracle.calibrate(texts.calibration)
-    found: dict[str, list[Row]] = {"perplexity": _perplexities(oracle, texts.windows, plan)}
-    found["engine"] = _engine(model, texts, plan)
-    found["likeness"] = _likeness(oracle, np.concatenate(list(texts.contexts.values())), plan)
+    found: dict[str, list[Row]] = {"perplexity": _perplexities(oracle, texts.windows, settings)}
+    found["engine"] = _engine(model, texts, settings)
+    found["likeness"] = _likeness(oracle, np.concatenate(list(texts.contexts.values())), settings)
     for name in ("hits", "selection", "spread", "reads"):
         found[name] = []
     for sparsity in (_SPARSE, 0.6):
         for task, contexts in texts.contexts.items():
-            oracle.mask(sparsity, "threshold", plan.n_prompt)
-            for family, trace in traces(oracle, contexts, sparsity, plan.n_prompt):
+            oracle.mask(sparsity, "threshold", settings.n_prompt)
+            for family, trace in traces(oracle, contexts, sparsity, settings.n_prompt):
                 about = {"sparsity": sparsity, "task": task, "family": family}
-                for name, rows in _of_trace(trace, family, plan).items():
+                for name, rows in _of_trace(trace, family, settings).items():
                     found[name] += [about | row for row in rows]
     return found
 
 
-def _perplexities(oracle: Oracle, windows: Tokens, plan: Plan) -> list[Row]:
+def _perplexities(oracle: Oracle, windows: Tokens, settings: SparseSettings) -> list[Row]:
     from llmaas_eval.sparse.oracle import SELECTIONS, perplexities
 
     return [
         {"selection": way, "dense": n_dense, "sparsity": sparsity, "perplexity": value}
         for way in SELECTIONS
-        for n_dense in (0, plan.n_prompt)
-        for sparsity, value in perplexities(oracle, windows, plan.sparsities, way, n_dense).items()
+        for n_dense in (0, settings.n_prompt)
+        for sparsity, value in perplexities(
+            oracle, windows, settings.sparsities, way, n_dense
+        ).items()
     ]
 
 
-def _engine(model: Path, texts: Texts, plan: Plan) -> list[Row]:
+def _engine(model: Path, texts: Texts, settings: SparseSettings) -> list[Row]:
     """Return the perplexity of the engine's own sparse tokens, to compare with the oracle's."""
     ways = ("threshold", "top-k")
     with tempfile.TemporaryDirectory() as folder:
         path = with_channels(model, Path(folder), texts.calibration)
         return [
-            {"selection": way, "dense": plan.n_prompt, "sparsity": _SPARSE, "perplexity": value}
+            {"selection": way, "dense": settings.n_prompt, "sparsity": _SPARSE, "perplexity": value}
             for way in ways
-            for value in [engine_perplexity(path, texts.windows, _SPARSE, way, plan.n_prompt)]
+            for value in [engine_perplexity(path, texts.windows, _SPARSE, way, settings.n_prompt)]
         ]
 
 
-def _likeness(oracle: Oracle, contexts: Tokens, plan: Plan) -> list[Row]:
+def _likeness(oracle: Oracle, contexts: Tokens, settings: SparseSettings) -> list[Row]:
     rows: list[Row] = []
     for sparsity in (0.0, _SPARSE):
-        oracle.mask(sparsity, "threshold", plan.n_prompt)
-        found = likeness(oracle, contexts, plan.n_prompt, _SPARSE)
+        oracle.mask(sparsity, "threshold", settings.n_prompt)
+        found = likeness(oracle, contexts, settings.n_prompt, _SPARSE)
         rows += [{"sparsity": sparsity} | row._asdict() for row in found]
     return rows
 
 
-def _of_trace(trace: Trace, family: str, plan: Plan) -> Mapping[str, Sequence[Row]]:
-    few = Trace(trace.active[: plan.n_read_contexts], trace.n_prompt, trace.busy)
+def _of_trace(trace: Trace, family: str, settings: SparseSettings) -> Mapping[str, Sequence[Row]]:
+    few = Trace(trace.active[: settings.n_read_contexts], trace.n_prompt, trace.busy)
     return {
         "hits": list(_hits(trace, family)),
         "selection": [{"hottest": share} | selection(trace, share)._asdict() for share in _HOT],
         "spread": [_spread(trace, family)],
-        "reads": list(_reads(few, family, plan)),
+        "reads": list(_reads(few, family, settings)),
     }
 
 
@@ -131,10 +133,10 @@ def _hits(trace: Trace, family: str) -> Iterator[Row]:
             yield {"policy": name, "size": size, "rate": rate}
 
 
-def _reads(trace: Trace, family: str, plan: Plan) -> Iterator[Row]:
+def _reads(trace: Trace, family: str, settings: SparseSettings) -> Iterator[Row]:
     for policy in tqdm(_READ_POLICIES, desc=f"reads, {family}", disable=None):
         scores = POLICIES[policy](trace)
-        for size, n_group in product(plan.read_sizes, plan.groups):
+        for size, n_group in product(settings.read_sizes, settings.groups):
             about = {"policy": policy, "size": size, "layers": n_group}
             yield from (about | row for row in _group_reads(trace, scores, family, about))
 

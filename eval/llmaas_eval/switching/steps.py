@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmaas_eval.traces import Call
+from llmaas_eval.traces import TraceCall
 from llmaas_hooks import Tokens
 
-__all__ = ["Plan", "Step", "plan"]
+__all__ = ["Replay", "Step", "replay_of"]
 
 _LOW, _HIGH = 300, 4000
 """Range of the token ids, which are ordinary tokens of every vocabulary."""
@@ -61,7 +61,7 @@ class _Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Replay:
     """Calls of a replay.
 
     Attributes:
@@ -82,8 +82,8 @@ class Plan:
         return sum(longest.values())
 
 
-def plan(calls: Sequence[Call], max_tokens: int, n_calls: int | None = None) -> Plan:
-    """Plan the replay of the last ``n_calls`` calls of a trace, or of all.
+def replay_of(calls: Sequence[TraceCall], max_tokens: int, n_calls: int | None = None) -> Replay:
+    """Return the replay of the last ``n_calls`` calls of a trace, or of all.
 
     A call that does not fit a context of ``max_tokens`` slides its window (LLMS §4): the older half
     is dropped, or more if the call needs it. The kept tokens move to other positions, so their
@@ -97,10 +97,10 @@ def plan(calls: Sequence[Call], max_tokens: int, n_calls: int | None = None) -> 
         last.pop(call.context, None)
         last[call.context] = _step(contexts, call, max_tokens)
     fills = [_fill(step) for step in last.values()]
-    return Plan(fills, [_step(contexts, call, max_tokens) for call in calls[n_skipped:]])
+    return Replay(fills, [_step(contexts, call, max_tokens) for call in calls[n_skipped:]])
 
 
-def _step(contexts: dict[int, _Context], call: Call, max_tokens: int) -> Step:
+def _step(contexts: dict[int, _Context], call: TraceCall, max_tokens: int) -> Step:
     if call.context not in contexts:
         contexts[call.context] = _Context(np.random.default_rng([1, call.context]))
     context = contexts[call.context]

@@ -17,9 +17,9 @@ from llmaas_eval.switching.plots import contexts_under, draw
 from llmaas_eval.switching.report import heading, markdown
 from llmaas_eval.switching.results import RunResult
 from llmaas_eval.switching.run import Job, measure, run
-from llmaas_eval.switching.steps import plan
+from llmaas_eval.switching.steps import replay_of
 from llmaas_eval.switching.systems.base import Setting
-from llmaas_eval.traces import Call, Settings, generate, write_trace
+from llmaas_eval.traces import Settings, TraceCall, generate, write_trace
 
 __all__ = ["Options", "study"]
 
@@ -80,7 +80,7 @@ def _cost(options: Options, max_tokens: int) -> Cost:
 
 def _job(options: Options, case: Case, cost: Cost, each: int) -> Job:
     calls = _calls(options, case, case.budget_contexts)[1]
-    peak = plan(calls, case.max_tokens, options.n_calls)
+    peak = replay_of(calls, case.max_tokens, options.n_calls)
     setting = Setting(
         model=options.model,
         token_bytes=each,
@@ -95,7 +95,7 @@ def _job(options: Options, case: Case, cost: Cost, each: int) -> Job:
     return Job(case.system, trace, setting, cost, options.n_calls, disk_bps)
 
 
-def _calls(options: Options, case: Case, contexts: int) -> tuple[Path, Sequence[Call]]:
+def _calls(options: Options, case: Case, contexts: int) -> tuple[Path, Sequence[TraceCall]]:
     """Write a trace to a file; return the file's path and the trace's calls."""
     settings = Settings(
         pattern=case.pattern,

@@ -1,4 +1,4 @@
-"""Process of one system: load the engine, limit its own memory, and replay a plan."""
+"""Process of one system: load the engine, limit its own memory, and replay a trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmaas_eval.disk import disk_limit
 from llmaas_eval.switching.cost import Cost, measure_cost
 from llmaas_eval.switching.groups import MemoryGroup
 from llmaas_eval.switching.results import CallResult, RunResult
-from llmaas_eval.switching.steps import Plan, Step, plan
+from llmaas_eval.switching.steps import Replay, Step, replay_of
 from llmaas_eval.switching.systems import SYSTEMS, BudgetTooSmallError, Setting, System
 from llmaas_eval.traces import read_trace
 
@@ -34,7 +34,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     setting = Setting(
         **{**setting, "model": Path(setting["model"]), "folder": Path(setting["folder"])}
     )
-    what = plan(read_trace(Path(job["trace"])).calls, setting.max_tokens, job["n_calls"])
+    what = replay_of(read_trace(Path(job["trace"])).calls, setting.max_tokens, job["n_calls"])
     cost = Cost(**job["cost"])
     try:
         return _run(job, setting, what, cost).to_json()
@@ -42,7 +42,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         return RunResult([], failure=f"does not fit: {error}").to_json()
 
 
-def _run(job: dict[str, Any], setting: Setting, what: Plan, cost: Cost) -> RunResult:
+def _run(job: dict[str, Any], setting: Setting, what: Replay, cost: Cost) -> RunResult:
     group = MemoryGroup(Path(job["group"])) if job["group"] else None
     if group is not None:
         group.join()

@@ -10,15 +10,15 @@ from __future__ import annotations
 from llmaas_eval.traces.families import FAMILIES, Family
 from llmaas_eval.traces.files import read_trace, write_trace
 from llmaas_eval.traces.generate import PATTERNS, Settings, generate
-from llmaas_eval.traces.types import Call, Trace
+from llmaas_eval.traces.types import Trace, TraceCall
 
 __all__ = [
     "FAMILIES",
     "PATTERNS",
-    "Call",
     "Family",
     "Settings",
     "Trace",
+    "TraceCall",
     "generate",
     "read_trace",
     "write_trace",

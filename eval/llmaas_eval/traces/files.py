@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from llmaas_eval.traces.types import Call, Trace
+from llmaas_eval.traces.types import Trace, TraceCall
 
 __all__ = ["read_trace", "write_trace"]
 
@@ -34,4 +34,4 @@ def read_trace(path: Path) -> Trace:
             raise ValueError(f"{path}: found no header, expected one of format {_FORMAT!r}")
         if header["version"] != _VERSION:
             raise ValueError(f"{path}: found version {header['version']}, expected {_VERSION}")
-        return Trace(header["settings"], [Call(**json.loads(line)) for line in file])
+        return Trace(header["settings"], [TraceCall(**json.loads(line)) for line in file])

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from llmaas_eval.traces.families import FAMILIES, Texts, family_texts
-from llmaas_eval.traces.types import Call, Trace
+from llmaas_eval.traces.types import Trace, TraceCall
 
 __all__ = ["PATTERNS", "Settings", "generate"]
 
@@ -70,7 +70,7 @@ def generate(settings: Settings, data: Path | None = None, arrivals: Path | None
         context = pick()
         n_prompt, n_reply = lengths or _lengths(names[context], settings.max_tokens, rng)
         prompt, truth = (None, None) if texts is None else texts[context].take(n_prompt)
-        calls.append(Call(time_s, context, names[context], n_prompt, n_reply, prompt, truth))
+        calls.append(TraceCall(time_s, context, names[context], n_prompt, n_reply, prompt, truth))
     more = {"texts": data is not None, "arrivals": None if arrivals is None else arrivals.name}
     return Trace({**asdict(settings), **more}, calls)
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Call", "Trace"]
+__all__ = ["Trace", "TraceCall"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TraceCall:
     """One call of the model.
 
     Attributes:
@@ -47,4 +47,4 @@ class Trace:
     """
 
     settings: Mapping[str, Any]
-    calls: Sequence[Call]
+    calls: Sequence[TraceCall]

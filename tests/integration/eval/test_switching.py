@@ -19,10 +19,10 @@ from llmaas_eval.switching.groups import can_limit_memory, memory_group
 from llmaas_eval.switching.report import markdown, most_contexts, ratio, summary
 from llmaas_eval.switching.results import CallResult, RunResult
 from llmaas_eval.switching.run import Job, run
-from llmaas_eval.switching.steps import plan
+from llmaas_eval.switching.steps import replay_of
 from llmaas_eval.switching.synthetic import PIECE_TOKENS, SyntheticCells, rows_of
 from llmaas_eval.switching.systems import SYSTEMS, BudgetTooSmallError, Setting
-from llmaas_eval.traces import Call, Settings, generate, write_trace
+from llmaas_eval.traces import Settings, TraceCall, generate, write_trace
 from llmaas_plugins import _native
 
 MIB = 1 << 20
@@ -57,7 +57,7 @@ def setting(reference_model, n_token_bytes, tmp_path):
 
 
 def test_a_context_goes_on_where_its_last_call_ended():
-    found = plan(trace().calls, MAX_TOKENS, 50)
+    found = replay_of(trace().calls, MAX_TOKENS, 50)
     held = {step.context: step.after for step in found.fills}
     for step in found.steps:
         assert np.array_equal(step.before, held.get(step.context, []))
@@ -71,8 +71,8 @@ def test_a_context_goes_on_where_its_last_call_ended():
 
 
 def test_a_window_that_slides_drops_the_older_half():
-    calls = [Call(float(i), 0, "chat", 80, 20) for i in range(3)]
-    first, second, third = plan(calls, MAX_TOKENS).steps
+    calls = [TraceCall(float(i), 0, "chat", 80, 20) for i in range(3)]
+    first, second, third = replay_of(calls, MAX_TOKENS).steps
     assert [len(step.after) for step in (first, second, third)] == [100, 200, 228]
     assert np.array_equal(third.after[:128], second.after[72:])
     assert (third.slides, third.window) == (True, 1)
@@ -80,7 +80,7 @@ def test_a_window_that_slides_drops_the_older_half():
 
 def test_calls_before_the_measured_ones_leave_each_context_at_its_length():
     calls = trace().calls
-    whole, last = plan(calls, MAX_TOKENS), plan(calls, MAX_TOKENS, 20)
+    whole, last = replay_of(calls, MAX_TOKENS), replay_of(calls, MAX_TOKENS, 20)
     assert [step.context for step in last.steps] == [call.context for call in calls[-20:]]
     for step, same in zip(last.steps, whole.steps[-20:], strict=True):
         assert np.array_equal(step.before, same.before)
@@ -107,7 +107,7 @@ def expected(cells, step, blob):
 @pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_after_a_switch_a_context_has_its_cells(name, setting):
-    steps = plan(trace().calls, MAX_TOKENS, scale(30, 400))
+    steps = replay_of(trace().calls, MAX_TOKENS, scale(30, 400))
     system = SYSTEMS[name](replace(setting, options=OPTIONS.get(name, {})))
     away = 0
     try:
