@@ -37,45 +37,61 @@ def compare(
         before: Step that restores the initial state before each timed step; not timed.
         rounds: Number of pairs.
     """
-    ours_s: list[float] = []
-    vanilla_s: list[float] = []
-
-    def time_vanilla() -> None:
-        before()
-        vanilla_s.append(_seconds(vanilla))
-
-    def setup() -> None:
-        if len(ours_s) % 2 == 0:
-            time_vanilla()
-        before()
-
-    def teardown() -> None:
-        if len(vanilla_s) < len(ours_s):
-            time_vanilla()
-
-    for _ in range(2):  # warm up
-        before()
-        vanilla()
-        before()
-        ours()
+    pairs = _Pairs(ours, vanilla, before)
+    pairs.warm_up()
     benchmark.pedantic(
-        lambda: ours_s.append(_seconds(ours)),
-        setup=setup,
-        teardown=teardown,
+        pairs.time_ours,
+        setup=pairs.begin_round,
+        teardown=pairs.end_round,
         rounds=repeats(rounds),
     )
-    ours_ms, vanilla_ms = 1e3 * np.array(ours_s), 1e3 * np.array(vanilla_s)
-    median, low, high = median_interval(vanilla_ms / ours_ms)
-    benchmark.extra_info.update(
-        {
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    benchmark.extra_info.update(pairs.figures() | {"peak_rss_mib": peak})
+
+
+class _Pairs:
+    """Seconds of both steps in each round; which step goes first alternates."""
+
+    def __init__(self, ours: Step, vanilla: Step, before: Step) -> None:
+        self._ours, self._vanilla, self._before = ours, vanilla, before
+        self._ours_s: list[float] = []
+        self._vanilla_s: list[float] = []
+
+    def warm_up(self) -> None:
+        """Run both steps twice without timing them."""
+        for step in (self._vanilla, self._ours) * 2:
+            self._before()
+            step()
+
+    def begin_round(self) -> None:
+        """Time vanilla first in every other round, and restore the state for ours."""
+        if len(self._ours_s) % 2 == 0:
+            self._time_vanilla()
+        self._before()
+
+    def time_ours(self) -> None:
+        self._ours_s.append(_seconds(self._ours))
+
+    def end_round(self) -> None:
+        """Time vanilla if this round has not done so yet."""
+        if len(self._vanilla_s) < len(self._ours_s):
+            self._time_vanilla()
+
+    def figures(self) -> dict[str, Any]:
+        """Return both steps' quartiles in ms, and the speed-up with its interval."""
+        ours_ms, vanilla_ms = 1e3 * np.array(self._ours_s), 1e3 * np.array(self._vanilla_s)
+        median, low, high = median_interval(vanilla_ms / ours_ms)
+        return {
             "ours_ms": quartiles(ours_ms),
             "vanilla_ms": quartiles(vanilla_ms),
             "speedup": median,
             "speedup_low": low,
             "speedup_high": high,
-            "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
-    )
+
+    def _time_vanilla(self) -> None:
+        self._before()
+        self._vanilla_s.append(_seconds(self._vanilla))
 
 
 def _seconds(step: Step) -> float:

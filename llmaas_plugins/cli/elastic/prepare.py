@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.cli.elastic.score import (
@@ -19,6 +19,7 @@ from llmaas_plugins.cli.elastic.score import (
 from llmaas_plugins.cli.elastic.search import tried
 from llmaas_plugins.cli.files import check_target, folder_beside
 from llmaas_plugins.cli.interrupts import stoppable
+from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import add_renamed_option
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.files.file_bytes import as_store_error
@@ -28,13 +29,25 @@ if TYPE_CHECKING:
     from llmaas_plugins.elastic.reordering import Order
     from llmaas_plugins.elastic.units import Blocks, Scores
 
-__all__ = ["add_prepare_options", "add_restore_options", "prepare", "restore"]
+__all__ = ["add_prepare", "add_restore"]
 
 _TYPES = ("F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 
-def add_prepare_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``prepare``."""
+def add_prepare(actions: Any) -> None:
+    """Register ``prepare``."""
+    parser = add_model_action(
+        actions,
+        "prepare",
+        prepare,
+        "write a model that runs at several widths",
+        "Write a copy of a model whose heads and neurons are ordered by importance, with a table "
+        "of how many of them each level from 100 % to 20 % uses. In any llama.cpp, the copy "
+        "computes the same as the model; `elastic` uses only part of it on request. Give a model "
+        "in F32, F16 or BF16 and quantize it with --quantize: in models that are quantized "
+        "already, neurons can only move in blocks of 32 or 256. LoRA adapters made for the model "
+        "do not fit the written file.",
+    )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="output (default: MODEL.elastic.gguf)"
     )
@@ -70,8 +83,17 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
     add_calibration_options(parser)
 
 
-def add_restore_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``restore``."""
+def add_restore(actions: Any) -> None:
+    """Register ``restore``."""
+    parser = add_model_action(
+        actions,
+        "restore",
+        restore,
+        "write the model from which a prepared file was made",
+        "Write the file from which a prepared file was made, byte for byte, and verify its "
+        "SHA-256. Files that were quantized while preparing cannot be restored.",
+        is_prepared=True,
+    )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="MODEL.gguf", required=True, help="file to write"
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import trained_context
+from llmaas_plugins.cli.models import add_model_action, trained_context
 from llmaas_plugins.cli.output import print_report, printable, progress_bar
 
 if TYPE_CHECKING:
@@ -20,14 +20,23 @@ if TYPE_CHECKING:
 
     from llmaas_plugins.elastic.latency import Curves, Latency
 
-__all__ = ["add_profile_options", "profile"]
+__all__ = ["add_profile", "profile"]
 
 _MOST_THREADS = 512  # limit of ggml
 _LEAST_PROMPT, _MOST_PROMPT = 8, 1 << 24
 
 
-def add_profile_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``profile``."""
+def add_profile(actions: Any) -> None:
+    """Register ``profile``."""
+    parser = add_model_action(
+        actions,
+        "profile",
+        profile,
+        "measure the latency of each level on this machine",
+        "Measure the time to the first token and the time of each further token at each level of a "
+        "prepared model, for several prompt lengths and numbers of threads, and keep the results.",
+        is_prepared=True,
+    )
     parser.add_argument(
         "--table",
         choices=("searched", "uniform"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import check_target, content_of
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import evaluator_of
+from llmaas_plugins.cli.models import add_model_action, evaluator_of
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.model.loading import loaded
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_calibration_options",
-    "add_score_options",
+    "add_score",
     "calibration_text",
     "check_text",
     "keep",
@@ -39,8 +39,18 @@ _LEAST_TOKENS, _LEAST_TEXT = 32, 16
 _SEED = 0
 
 
-def add_score_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``score``."""
+def add_score(actions: Any) -> None:
+    """Register ``score``."""
+    parser = add_model_action(
+        actions,
+        "score",
+        score,
+        "measure how much each head, neuron and layer of a model matters",
+        "Measure how much a model's groups of query heads, neurons and layers matter, and write "
+        "these scores to MODEL.scores.npz beside it, or to --output. Scores come from gradients if "
+        "torch is installed (`pip install 'llmaas-plugins[train]'`), otherwise from the "
+        "fluctuation of values.",
+    )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="output (default: MODEL.scores.npz)"
     )

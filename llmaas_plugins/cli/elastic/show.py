@@ -7,13 +7,28 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.output import print_report, printable
 
 if TYPE_CHECKING:
     from llmaas_plugins.elastic.metadata import Elastic
     from llmaas_plugins.elastic.units import Widths
 
-__all__ = ["show"]
+__all__ = ["add_show"]
+
+
+def add_show(actions: Any) -> None:
+    """Register ``show``."""
+    parser = add_model_action(
+        actions,
+        "show",
+        show,
+        "print the levels of a prepared model",
+        "Print a prepared model's levels: the share of the blocks' bytes that each level uses "
+        "(listing key and value projections separately), and its groups and neurons in each layer.",
+        is_prepared=True,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def show(args: argparse.Namespace) -> int:

@@ -10,14 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import LlmaasError, TensorInfo
 from llmaas_plugins.cli.flash.pack import tensors_of
+from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.output import print_report, printable, progress_bar, size_text
 
 if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.container_file import Kind
 
-__all__ = ["check"]
+__all__ = ["add_check"]
 
 Problem = Callable[[Path, Path, Mapping[str, TensorInfo]], str | None]
+
+
+def add_check(actions: Any) -> None:
+    """Register ``check``."""
+    parser = add_model_action(
+        actions,
+        "check",
+        check,
+        "verify the files that `pack` wrote",
+        "Read the files that `llmaas flash pack` wrote for a model, and verify their checksums. "
+        "Exit status 1 means that a file is damaged or another model's, or that there is none.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def check(args: argparse.Namespace) -> int:

@@ -6,11 +6,12 @@ import argparse
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, StoreError, TensorInfo
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.interrupts import stoppable
+from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.model.loading import loaded
 
@@ -18,9 +19,44 @@ if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.calibration import Calibration
     from llmaas_plugins.flash_weights.operands import Operand
 
-__all__ = ["pack", "tensors_of"]
+__all__ = ["add_pack", "tensors_of"]
 
 _N_TOKENS = 2048
+_MOST_GROUP_LAYERS = 64
+
+
+def add_pack(actions: Any) -> None:
+    """Register ``pack``."""
+    parser = add_model_action(
+        actions,
+        "pack",
+        pack,
+        "write a model's weights in this processor's fastest layout",
+        "Write a model's weights to a file beside it, in the layout to which llama.cpp repacks "
+        "them on this processor. `flash_weights` then streams them from that file and computes as "
+        "fast as llama.cpp with a model in memory. The model file is still needed. If the command "
+        "is stopped, run it again to continue.",
+    )
+    parser.add_argument(
+        "--sparse",
+        action="store_true",
+        help="also write the weights by columns, for the sparse mode, which reads only some "
+        "columns for each token; the packed file is written if the model has none",
+    )
+    parser.add_argument(
+        "--group-layers",
+        type=_group_layers,
+        default=1,
+        metavar="N",
+        help="with --sparse: layers whose columns are stored and read together (default 1)",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="with --sparse: calibration text that shows which columns matter (default: text that "
+        "the model writes itself)",
+    )
 
 
 def pack(args: argparse.Namespace) -> int:
@@ -56,6 +92,13 @@ def tensors_of(model: Path) -> Mapping[str, TensorInfo]:
 
 
 # -- internals -----------------------------------------------------------------------------------
+
+
+def _group_layers(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= _MOST_GROUP_LAYERS:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {_MOST_GROUP_LAYERS}")
+    return number
 
 
 def _is_packed(model: Path, tensors: Mapping[str, TensorInfo]) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import StoreError, TensorInfo
 from llmaas_plugins.cli.flash.pack import tensors_of
+from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import at_least, positive
 from llmaas_plugins.cli.output import print_report, progress_bar
 from llmaas_plugins.server import import_server
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.engine_modes import Hardware, Prediction
     from llmaas_plugins.flash_weights.planner import ModePlan
 
-__all__ = ["add_plan_options", "plan"]
+__all__ = ["add_plan"]
 
 _MIB = 1 << 20
 _COMPUTING_S = 0.5
@@ -35,8 +36,16 @@ _WARM_TOKENS, _TOKENS = 32, 16
 """Tokens of ``--measure``: those that fill the cache, and those that are timed."""
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``plan``."""
+def add_plan(actions: Any) -> None:
+    """Register ``plan``."""
+    parser = add_model_action(
+        actions,
+        "plan",
+        plan,
+        "predict the time for a token within a memory budget, and recommend settings",
+        "Measure the disk, and predict the time for a token within a memory budget from that and "
+        "the model's sizes: in the exact mode, in the sparse mode, and in ActiveFlow's pipeline.",
+    )
     parser.add_argument(
         "--memory-budget",
         type=_size,

@@ -56,25 +56,8 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         inner: Generator[int, Sequence[int] | None, None],
         scope: RequestScope,
     ) -> Generator[int, Sequence[int] | None, None]:
-        host.collecting.require_none()  # plugins cannot be called there
-        clock = _Clock()
-        engine = host.engine(llama)
-        engine.end()  # ends other requests whose generators are still open
-        engine.settle()
-        resets = given.get("reset", True)
-        if resets:
-            engine.drop_sparse()
-        request = _request(engine, tokens, given, scope)
-        try:
-            with request_scope.entered(scope):
-                n_reused, first_output = _begin(host, engine, request, resets=resets)
-            engine.resident_app = request.app  # the remaining cells and all later ones
-        except BaseException:
-            engine.n_outputs = 1
-            host.hooks.request_end(request, clock.stats(len(request.tokens), 0))
-            raise
-        clock.prepared()
-        end = _End(host, engine, request, clock, n_reused)
+        end, first_output = _begin(host, llama, tokens, given, scope)
+        engine, clock = end.engine, end.clock
         engine.begin(end)
         try:
             # `Llama.reset`, which comes first, gives the records to the scope's app
@@ -158,6 +141,39 @@ def _is_app_s(readers: Any) -> bool:
 
 
 def _begin(
+    host: Host,
+    llama: Llama,
+    tokens: Sequence[int],
+    given: Mapping[str, Any],
+    scope: RequestScope,
+) -> tuple[_End, int | None]:
+    """End other requests on the engine, begin this one, and restore cells.
+
+    Returns:
+        Work to do at the request's end, and the first token that must give logits.
+    """
+    host.collecting.require_none()  # plugins cannot be called there
+    clock = _Clock()
+    engine = host.engine(llama)
+    engine.end()  # ends other requests whose generators are still open
+    engine.settle()
+    resets = given.get("reset", True)
+    if resets:
+        engine.drop_sparse()
+    request = _request(engine, tokens, given, scope)
+    try:
+        with request_scope.entered(scope):
+            n_reused, first_output = _prepare(host, engine, request, resets=resets)
+        engine.resident_app = request.app  # the remaining cells and all later ones
+    except BaseException:
+        engine.n_outputs = 1
+        host.hooks.request_end(request, clock.stats(len(request.tokens), 0))
+        raise
+    clock.prepared()
+    return _End(host, engine, request, clock, n_reused), first_output
+
+
+def _prepare(
     host: Host, engine: LlamaEngine, request: Request, *, resets: bool
 ) -> tuple[int, int | None]:
     """Call the begin hooks, and restore cells.
@@ -214,20 +230,20 @@ class _End:
     def __init__(
         self, host: Host, engine: LlamaEngine, request: Request, clock: _Clock, n_reused: int
     ) -> None:
-        self._host, self._engine, self._request = host, engine, request
-        self._clock, self._n_reused = clock, n_reused
+        self.engine, self.clock = engine, clock
+        self._host, self._request, self._n_reused = host, request, n_reused
 
     @property
     def is_paused(self) -> bool:
-        return self._clock.is_paused
+        return self.clock.is_paused
 
     def __call__(self) -> None:
         hooks, request = self._host.hooks, self._request
         try:
-            if _can_save(self._engine):
-                hooks.kv_save(request, self._engine.reusable_tokens())
+            if _can_save(self.engine):
+                hooks.kv_save(request, self.engine.reusable_tokens())
         finally:
-            hooks.request_end(request, self._clock.stats(len(request.tokens), self._n_reused))
+            hooks.request_end(request, self.clock.stats(len(request.tokens), self._n_reused))
 
 
 def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:

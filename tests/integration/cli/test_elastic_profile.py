@@ -11,7 +11,7 @@ import pytest
 from preparing import prepare
 
 from llmaas_hooks import ConfigError, LlmaasError, StoreError
-from llmaas_plugins.cli.elastic.profile import add_profile_options, profile
+from llmaas_plugins.cli.elastic.profile import add_profile
 from llmaas_plugins.cli.interrupts import Stopped
 from llmaas_plugins.elastic import latency, profiling
 
@@ -25,8 +25,9 @@ def run(tmp_path, monkeypatch):
 
     def run(model, *options):
         parser = argparse.ArgumentParser()
-        add_profile_options(parser)
-        return profile(argparse.Namespace(model=model, **vars(parser.parse_args(options))))
+        add_profile(parser.add_subparsers())
+        args = parser.parse_args(["profile", str(model), *options])
+        return int(args.func(args))
 
     return run
 
