@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from llmaas_eval.disk import can_limit_reads, read_limit
+from llmaas_eval.internals import engine_of, leave_ram
 from llmaas_eval.paired import compare, repeats
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.transfer.planning import LoadPlan, as_runs
@@ -58,8 +59,8 @@ class StoredPrompt(contextlib.ExitStack):
         suite.settle()
         plugin = suite.plugin("kv_chunks")
         plugin._store.flush()
-        self.store = plugin._store
-        self.engine = suite._installed._host.engine(self.llama)
+        self.suite, self.store = suite, plugin._store
+        self.engine = engine_of(suite, self.llama)
         self.transfer = plugin._transfers[self.engine]
         return self
 
@@ -76,11 +77,7 @@ class StoredPrompt(contextlib.ExitStack):
     def empty(self):
         """Remove the context from the engine and from the RAM tier."""
         self.engine.drop_resident()
-        residency = self.store._residency
-        with residency.lock:
-            for chunk in self.store.tree:
-                if chunk.ram >= 0:
-                    residency.evict_from_ram(chunk)
+        leave_ram(self.suite)
 
     def bring(self):
         """Give the engine all cells; return the result of the load, or None without a load."""

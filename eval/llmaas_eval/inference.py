@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmaas_eval.internals import finish_writes
+
 __all__ = ["App", "Lengths", "Taken", "peak_bytes"]
 
 _SYSTEM = {"role": "system", "content": "You help with everything."}
@@ -158,8 +160,7 @@ def _idle() -> None:
     if _suite is not None:
         _suite.settle()
         if "kv_chunks" in _suite.hooks.names():
-            # queued last, so it runs after all writes and read-backs
-            _suite.plugin("kv_chunks")._workers.write.submit(int).result()
+            finish_writes(_suite)
 
 
 def _random_tokens(seed: int, n: int) -> list[int]:

@@ -10,6 +10,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.internals import (
+    change_attention,
+    engine_of,
+    finish_writes,
+    leave_ram,
+    store_of,
+)
 from llmaas_hooks import Request, Tokens
 from llmaas_plugins.demo.page_cache import drop_pages
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
@@ -71,7 +78,8 @@ class StoredContext(contextlib.ExitStack):
         self._activate()
         self._llama = self._open_llama()
         self._fill(self._llama)
-        self._request = Request(self._host.engine(self._llama), self._tokens, _CONTEXT)
+        self._engine = engine_of(self._suite, self._llama)
+        self._request = Request(self._engine, self._tokens, _CONTEXT)
         self._pretend_attention()
         self.save()
         self.settle()
@@ -84,9 +92,7 @@ class StoredContext(contextlib.ExitStack):
 
     def settle(self) -> None:
         """Wait until the context is encoded and on disk."""
-        self._suite.settle()
-        # queued last, so it runs after all writes and read-backs
-        self._plugin._workers.write.submit(int).result()
+        finish_writes(self._suite)
 
     def forget(self) -> None:
         """Remove the context from every tier, so that the next ``save`` stores all of it."""
@@ -95,17 +101,14 @@ class StoredContext(contextlib.ExitStack):
 
     def restore(self) -> None:
         """Load the context from the tier that holds it."""
-        with self._host.engine(self._llama).lent():
+        with self._engine.lent():
             restored = self._suite.hooks.kv_restore(self._request)
         assert restored is not None
         assert restored.n_tokens == len(self._tokens)
 
     def leave_ram(self) -> None:
         """Evict all chunks from the RAM tier; all of them are on disk."""
-        with self._store._residency.lock:
-            for chunk in self._store.tree:
-                if chunk.ram >= 0:
-                    self._store._residency.evict_from_ram(chunk)
+        leave_ram(self._suite)
 
     # -- vanilla --------------------------------------------------------------------------------
 
@@ -160,7 +163,7 @@ class StoredContext(contextlib.ExitStack):
     @property
     def stored_bytes(self) -> int:
         """Bytes of the chunks in ``kv_chunks``."""
-        return sum(chunk.size for chunk in self._store.tree)
+        return sum(chunk.size for chunk in store_of(self._suite).tree)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -170,23 +173,12 @@ class StoredContext(contextlib.ExitStack):
         table = {"codec": self._codec, "ram_budget": 256 << 20, "store": self._folder / "kv"}
         config = {"on_error": "raise", "plugins": {"kv_chunks": table}}
         self._suite = self.enter_context(activate(config))
-        self._host = self._suite._installed._host
 
     def _pretend_attention(self) -> None:
         """Draw lognormal attention densities, because loaded cells have received no attention."""
-        attention = self._plugin._transfer(self._request.engine)._attention
-        if attention is not None:
-            n_chunks = -(-len(self._tokens) // CHUNK_TOKENS)
-            densities = np.exp(np.random.default_rng(0).standard_normal(n_chunks))
-            attention.take = lambda _: (densities, np.ones(n_chunks))
-
-    @property
-    def _plugin(self) -> Any:
-        return self._suite.plugin("kv_chunks")
-
-    @property
-    def _store(self) -> Any:
-        return self._plugin._store
+        n_chunks = -(-len(self._tokens) // CHUNK_TOKENS)
+        densities = np.exp(np.random.default_rng(0).standard_normal(n_chunks))
+        change_attention(self._suite, self._engine, lambda *_: (densities, np.ones(n_chunks)))
 
     def _open_llama(self) -> Any:
         from llama_cpp import Llama

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from llmaas_hooks import hookimpl
 from llmaas_hooks.native import NativeContext
+from llmaas_plugins.model.loading import loaded
 
 __all__ = ["TappedEngine"]
 
@@ -41,29 +42,23 @@ class TappedEngine(contextlib.ExitStack):
 
     def _open(self, **settings: Any) -> NativeContext:
         """Load the model, create a context with these further parameters, and return its taps."""
-        from llama_cpp import _internals, llama_cpp
-        from llama_cpp._logger import set_verbose
+        from llama_cpp import llama_cpp
 
         from llmaas_plugins import activate
 
-        set_verbose(False)
         self._api: Any = llama_cpp
         tapped = _Tapped()
         self.enter_context(activate({"plugins": {}, "on_error": "raise"}, {"tapped": tapped}))
-        self._model = _internals.LlamaModel(
-            path_model=str(self._path),
-            params=llama_cpp.llama_model_default_params(),
-            verbose=False,
-        )
-        self.callback(self._model.close)
+        self._model = self.enter_context(loaded(self._path))
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = self._n_ctx
         params.n_threads = params.n_threads_batch = 1
         for name, value in settings.items():
             setattr(params, name, value)
-        context = _internals.LlamaContext(model=self._model, params=params, verbose=False)
-        self.callback(context.close)
-        self._ctx: Any = context.ctx
+        self._ctx: Any = llama_cpp.llama_init_from_model(self._model.model, params)
+        if not self._ctx:
+            raise RuntimeError(f"llama.cpp cannot create a context of {self._n_ctx} tokens")
+        self.callback(llama_cpp.llama_free, self._ctx)
         self._memory = llama_cpp.llama_get_memory(self._ctx)
         self._batch = llama_cpp.llama_batch_init(self._n_ctx, 0, 1)
         self.callback(llama_cpp.llama_batch_free, self._batch)

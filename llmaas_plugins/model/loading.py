@@ -32,14 +32,16 @@ def loaded(path: Path, *, is_vocab_only: bool = False) -> Iterator[Any]:
     Raises:
         ConfigError: llama.cpp cannot load the model.
     """
-    from llama_cpp import _internals, llama_cpp
+    from llama_cpp import llama_cpp
     from llama_cpp._logger import set_verbose
+
+    from llmaas_patches.internals import load_model
 
     set_verbose(False)  # ggml logs every graph
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = is_vocab_only
     with load_errors(path):
-        model = _internals.LlamaModel(path_model=str(path), params=params, verbose=False)
+        model = load_model(path, params)
     with contextlib.closing(model):
         yield model
 

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from llama_cpp import Llama, llama_cpp
+from llama_cpp import Llama, _internals, llama_cpp
 
-__all__ = ["decode_all", "real_n_ctx", "require_evaluation", "server_engine"]
+__all__ = [
+    "decode_all",
+    "load_model",
+    "real_n_ctx",
+    "require_evaluation",
+    "sampler_type",
+    "server_engine",
+]
 
 
 def decode_all(llama: Llama, tokens: Sequence[int], n_past: int) -> None:
     """Evaluate a batch with logits for every token; ``Llama`` records neither."""
     llama._batch.set_batch(batch=tokens, n_past=n_past, logits_all=True)
     llama._ctx.decode(llama._batch)
+
+
+def load_model(path: Path, params: Any) -> Any:
+    """Load a model without a context; the caller closes it.
+
+    Raises:
+        ValueError: llama.cpp cannot load the model.
+    """
+    return _internals.LlamaModel(path_model=str(path), params=params, verbose=False)
 
 
 def real_n_ctx(ctx: Any) -> int:
@@ -24,6 +41,11 @@ def real_n_ctx(ctx: Any) -> int:
 def require_evaluation(llama: Llama) -> None:
     """Make ``Llama`` evaluate a token before it samples, because it holds logits of other cells."""
     llama._requires_eval = True
+
+
+def sampler_type() -> type:
+    """Return the class of sampler chains."""
+    return _internals.LlamaSampler
 
 
 def server_engine() -> Any:

@@ -18,9 +18,10 @@ import huggingface_hub
 import llama_cpp
 import numpy as np
 import pytest
-from llama_cpp import Llama, _internals
+from llama_cpp import Llama
 
 from llmaas_eval.peer_tests.models import DOWNLOADS, KINDS, SPLIT
+from llmaas_patches.internals import sampler_type
 from llmaas_plugins import active_suite
 
 _MODEL = "llama_cpp_model_path"
@@ -53,7 +54,7 @@ class Recorder:
         vars(multiprocessing)["cpu_count"] = lambda: 1
         vars(huggingface_hub)["hf_hub_download"] = self._model_of
         _wrap(Llama, "__init__", self._one_by_one)
-        _wrap(_internals.LlamaSampler, "sample", self._sampled)
+        _wrap(sampler_type(), "sample", self._sampled)
         _wrap(Llama, "create_completion", self._completed)
         _wrap(Llama, "embed", self._embedded)
         _wrap(Llama, "save_state", self._saved)

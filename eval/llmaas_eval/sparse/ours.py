@@ -18,6 +18,7 @@ from llmaas_plugins import activate
 from llmaas_plugins.flash_weights.calibration import Calibration, Calibrator
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import channel_path, write_channels
+from llmaas_plugins.model.loading import loaded
 
 __all__ = ["add_channels", "engine_perplexity", "with_channels"]
 
@@ -40,15 +41,10 @@ def add_channels(model: Path, calibration: Tokens, group_layers: int = 1) -> Non
 
 
 def _calibrated(path: Path, windows: Tokens) -> Calibration:
-    from llama_cpp import _internals, llama_cpp
-
     calibrator = Calibrator()
-    params = llama_cpp.llama_model_default_params()
     with (
         activate({"on_error": "raise", "plugins": {}}, {"calibrator": calibrator}),
-        contextlib.closing(
-            _internals.LlamaModel(path_model=str(path), params=params, verbose=False)
-        ) as model,
+        loaded(path) as model,
     ):
         operands = channel_operands(model_tensors(path))
         text = windows.reshape(-1).astype(np.int32)

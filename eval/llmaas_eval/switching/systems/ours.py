@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.internals import Taken, change_attention, engine_of, finish_writes
 from llmaas_eval.switching.engine import learn_geometry
 from llmaas_eval.switching.steps import Step
 from llmaas_eval.switching.synthetic import PIECE_TOKENS
@@ -51,16 +52,12 @@ class Ours(OneContext):
             n_warm = min(_BATCH_TOKENS, setting.max_tokens)
             llama = open_llama(setting, n_warm)
             super().__init__(setting, llama, learn_geometry(llama.ctx))
-            self._engine = self._suite._installed._host.engine(llama)
+            self._engine = engine_of(self._suite, llama)
             self._pretend_attention()
             self._cell_bytes = self._touch_cells()
         except BaseException:
             self._suite.deactivate()
             raise
-
-    @property
-    def _plugin(self) -> Any:
-        return self._suite.plugin("kv_chunks")
 
     @property
     def cell_bytes(self) -> int:
@@ -85,19 +82,15 @@ class Ours(OneContext):
 
         Each chunk of a context gets a density that is drawn once, log-normal.
         """
-        attention: Any = self._plugin._transfer(self._engine)._attention
-        if attention is None:
-            return
         densities = np.exp(np.random.default_rng(0).standard_normal(_N_DENSITIES))
-        take = attention.take
 
-        def pretended(n_tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        def pretended(take: Callable[[int], Taken], n_tokens: int) -> Taken:
             sums, counts = take(n_tokens)
             chunks = np.arange(len(sums)) + _STRIDE * self._step.context
             seen = float(CHUNK_TOKENS * (self._step.n_prompt + self._step.n_reply))
             return sums + seen * densities[chunks % _N_DENSITIES], counts + seen
 
-        attention.take = pretended
+        change_attention(self._suite, self._engine, pretended)
 
     def enter(self, step: Step) -> Entered:
         self._engine.settle()
@@ -130,8 +123,7 @@ class Ours(OneContext):
         self._behind.join(idle_s)
 
     def _finish(self, before: threading.Thread | None) -> None:
-        self._suite.settle()
-        self._plugin._workers.write.submit(int).result()  # runs after the call's own writes
+        finish_writes(self._suite)
         if before is not None:
             before.join()
 
