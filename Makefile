@@ -95,9 +95,10 @@ lint: setup $(VENV)/.clients
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Run all benchmarks, or the file of BENCH=bench_codec.py. LLMAAS_BENCH_QUICK=1 only checks that they work.
+# Run all benchmarks, or the file of BENCH=bench_codec.py, and write build/bench/benchmarks.json. LLMAAS_BENCH_QUICK=1 only checks that they work.
 bench: setup
-	GGML_NO_BACKTRACE=1 $(BIN)/pytest eval/bench/$(BENCH) -o python_files='bench_*.py' -o python_functions='bench_*' --benchmark-only
+	mkdir -p build/bench
+	GGML_NO_BACKTRACE=1 $(BIN)/pytest eval/bench/$(BENCH) -o python_files='bench_*.py' -o python_functions='bench_*' --benchmark-only --benchmark-json=build/bench/benchmarks.json
 
 setup: $(VENV)/.installed $(VENV)/.eval
 

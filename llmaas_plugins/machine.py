@@ -16,6 +16,7 @@ __all__ = [
     "drop_cached",
     "memory_limit_bytes",
     "nearest_directory",
+    "processor_name",
     "release_memory",
     "resident_bytes",
     "room",
@@ -55,6 +56,13 @@ def nearest_directory(directory: Path) -> Path:
     while not place.exists():
         place = place.parent
     return place
+
+
+def processor_name() -> str:
+    """Return the name of the processors, or of their architecture."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else os.uname().machine
 
 
 def usable_processors() -> int:

@@ -140,7 +140,7 @@ def bench_fits(benchmark, model_1b):
     """
     names = "ours", "vanilla", "vanilla again", "ours again"
     tables = {"first": None} | {name: {} if "ours" in name else None for name in names}
-    with limited(model_1b, 1.6, tables) as (apps, _):
+    with limited(model_1b, 1.6, tables) as (apps, budget):
         for app in apps.values():
             for _ in range(2):
                 app.generate(N_TOKENS)
@@ -153,6 +153,7 @@ def bench_fits(benchmark, model_1b):
 
         benchmark.pedantic(step, rounds=repeats(2 * N_ROUNDS))
         assert apps["ours"].report()["left_alone"]
+        peak = apps["ours"].peak_bytes()
     seconds = np.array(taken)
     ours_s, vanilla_s = (
         np.sqrt(seconds[:, 0] * seconds[:, 3]),
@@ -160,6 +161,8 @@ def bench_fits(benchmark, model_1b):
     )
     speedup, low, high = median_interval(vanilla_s / ours_s)
     benchmark.extra_info.update(
+        budget_mib=budget // MIB,
+        peak_mib=peak // MIB,
         ours_ms=quartiles(1e3 * ours_s),
         vanilla_ms=quartiles(1e3 * vanilla_s),
         speedup=f"{speedup:.3f} ({low:.3f} to {high:.3f})",

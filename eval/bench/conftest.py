@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
+from llmaas_eval.benchmarks import elastic, engine, flash_weights, knn_lm, kv_chunks
 from llmaas_eval.models import (
     SHAPE_1B,
     SHAPE_200M,
@@ -22,7 +23,9 @@ from llmaas_eval.models import (
     SHAPE_TINY,
     write_random_model,
 )
+from llmaas_eval.results import about
 from llmaas_eval.stored import StoredContext
+from llmaas_eval.tables import as_markdown
 from llmaas_plugins.model.quantize import quantize
 
 ROOT = Path(__file__).parents[2]
@@ -114,8 +117,13 @@ def prompt_1b():
     return np.random.default_rng(0).integers(300, 1000, N_TOKENS).astype(np.int32)
 
 
+def pytest_benchmark_update_json(output_json):
+    """Add the record of this run to pytest-benchmark's JSON."""
+    output_json.update(about())
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    """Print each benchmark's ``extra_info``, which pytest-benchmark's table leaves out."""
+    """Print each benchmark's ``extra_info``, and the tables of ``eval/results`` that it has."""
     session = getattr(config, "_benchmarksession", None)
     if session is None or not session.benchmarks:
         return
@@ -126,3 +134,7 @@ def pytest_terminal_summary(terminalreporter, config):
             for key, value in bench.extra_info.items()
         )
         terminalreporter.line(f"{bench.name}: {figures}")
+    document = about() | {"benchmarks": [bench.as_dict() for bench in session.benchmarks]}
+    terminalreporter.section("tables")
+    for module in (elastic, engine, flash_weights, knn_lm, kv_chunks):
+        terminalreporter.write(f"{as_markdown(module.TABLES, [document])}\n")

@@ -28,6 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from llmaas_eval.markdown import table
+from llmaas_eval.results import about
 from llmaas_eval.stats import median_interval
 
 __all__ = ["main"]
@@ -55,8 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [_row(figure, np.array(pairs)) for figure, pairs in sorted(found.items())]
     sys.stdout.write(f"{_table(rows)}\n")
     if options.json is not None:
-        command = shlex.join(["python", "-m", "llmaas_eval.builds", *(arguments or sys.argv[1:])])
-        options.json.write_text(json.dumps({"command": command, "figures": rows}, indent=1))
+        options.json.write_text(json.dumps(about() | {"figures": rows}, indent=1))
     return 0
 
 

@@ -1,24 +1,26 @@
 """``python -m llmaas_eval.results``: write the tables of README.md and docs from ``eval/results``.
 
+``python -m llmaas_eval.results keep NAME OUTPUT…`` makes ``eval/results/NAME.json`` of the JSON
+that a study, a benchmark run or ``llmaas demo --json`` wrote.
+
 A page shows ``eval/results/NAME.json`` between ``<!-- result: NAME -->`` and ``<!-- /result -->``.
-Cells are text, as they are shown. ``source`` is "transcribed from docs" where the measurement's own
-output was not kept.
+Cells are text, as they are shown. ``source`` names the outputs; it is "transcribed from docs" where
+the measurement's own output was not kept.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-import platform
 import re
-import shlex
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmaas_eval.markdown import table
+from llmaas_plugins.run_record import run_record
 
 __all__ = ["RESULTS", "Result", "about", "load", "main", "pages", "rewritten", "shown", "write"]
 
@@ -39,6 +41,8 @@ class Result(NamedTuple):
         align: Alignment of each column: ``l`` for text, ``r`` for numbers.
         columns: Heads of the columns.
         rows: Cells of each row.
+        date: Days of the measurement; None if they were not recorded.
+        commit: Commits of this repository that were measured; None if they were not recorded.
     """
 
     command: str | None
@@ -48,31 +52,41 @@ class Result(NamedTuple):
     align: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    date: str | None = None
+    commit: str | None = None
 
     def as_markdown(self) -> str:
         """Return the table and a line that says how it was measured."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         command = "not recorded" if self.command is None else f"`{self.command}`"
         about = f"Command: {command}. Machine: {self.machine or 'not recorded'}. {versions}."
+        about += "" if self.date is None else f" Date: {self.date}."
+        about += "" if self.commit is None else f" Commit: {self.commit}."
         return f"{table(self.columns, self.rows, self.align)}\n\n*{about}*"
 
 
 def about() -> dict[str, Any]:
-    """Return the running command, the machine and the versions, as results state them."""
-    names = ("llama-cpp-python", "llmaas-plugins")
-    return {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "machine": f"{os.cpu_count()} cores of {_processor()}",
-        "versions": {name: version(name) for name in names},
-    }
+    """Return the record of this run, as results state it: ``run_record`` and the git commit."""
+    return run_record() | {"commit": _commit()}
 
 
-def write(path: Path, settings: dict[str, Any], rows: Sequence[Any], text: str) -> None:
-    """Write a study's rows to ``path`` with ``.json``, and its tables with ``.md``."""
+def write(
+    path: Path,
+    settings: dict[str, Any],
+    rows: Sequence[Any],
+    report: Callable[[dict[str, Any]], str],
+) -> str:
+    """Write a study's output to ``path`` with ``.json``, and the report of it with ``.md``.
+
+    Returns:
+        The report.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     document = about() | {"settings": settings, "rows": rows}
+    text = report(document)
     path.with_suffix(".json").write_text(json.dumps(document), encoding="utf-8")
     path.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
+    return text
 
 
 def load(name: str) -> Result:
@@ -96,16 +110,40 @@ def rewritten(text: str) -> str:
     return _PLACE.sub(lambda place: _block(place[1]), text)
 
 
-def main() -> int:
-    """Rewrite the pages and return the exit status."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Keep outputs as a result, or rewrite the pages; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m llmaas_eval.results")
+    actions = parser.add_subparsers(dest="action")
+    keeping = actions.add_parser("keep", help="make a table of what a study wrote")
+    keeping.add_argument("name", metavar="NAME", help="name of a file in eval/results")
+    keeping.add_argument("outputs", metavar="OUTPUT", type=Path, nargs="+", help="JSON file")
+    args = parser.parse_args(argv)
+    return _rewrite() if args.action is None else _keep(args.name, args.outputs)
+
+
+def _keep(name: str, outputs: Sequence[Path]) -> int:
+    from llmaas_eval.keeping import KeepError, keep  # imports all studies, which import this
+
+    try:
+        path = keep(name, outputs, RESULTS)
+    except KeepError as error:
+        sys.stderr.write(f"results: error: {error}\n")
+        return 2
+    sys.stdout.write(f"{path}: {len(load(name).rows)} rows; `make results` writes them to docs\n")
+    return 0
+
+
+def _rewrite() -> int:
     for page in pages():
         page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 
-def _processor() -> str:
-    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    return found[1] if found else platform.machine()
+def _commit() -> str | None:
+    """Return the commit of this checkout, with ``-dirty`` if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"]
+    found = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)  # noqa: S603  a constant command
+    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def _block(name: str) -> str:

@@ -15,10 +15,11 @@ from llmaas_hooks import ConfigError
 from llmaas_plugins.demo.interval import median_interval
 from llmaas_plugins.demo.run import OURS, DemoRun
 from llmaas_plugins.demo.worker import CallResult
+from llmaas_plugins.run_record import run_record
 
-__all__ = ["as_json", "as_table", "as_texts", "save_plot"]
+__all__ = ["COLUMNS", "as_json", "as_table", "as_texts", "save_plot", "three_digits"]
 
-_COLUMNS = (
+COLUMNS = (
     ("switch_ms_mean", "switch mean", "ms"),
     ("switch_ms_p50", "p50", "ms"),
     ("switch_ms_p99", "p99", "ms"),
@@ -32,12 +33,14 @@ _COLUMNS = (
     ("disk_mib", "disk", "MiB"),
     ("peak_rss_mib", "peak RSS", "MiB"),
 )
+"""Key, title and unit of each figure."""
 
 
 def as_json(run: DemoRun) -> dict[str, Any]:
     """Return all measurements as JSON types."""
     options = {key: _plain(value) for key, value in asdict(run.options).items()}
     return {
+        "run": run_record(),
         "machine": {"processor": platform.machine(), "system": platform.platform()},
         "options": options,
         "n_contexts": len(run.scripts),
@@ -57,10 +60,10 @@ def as_json(run: DemoRun) -> dict[str, Any]:
 
 def as_table(run: DemoRun) -> str:
     """Return the table that ``llmaas demo`` prints."""
-    rows = [["system", *(f"{title} ({unit})" for _, title, unit in _COLUMNS)]]
+    rows = [["system", *(f"{title} ({unit})" for _, title, unit in COLUMNS)]]
     for name in run.results:
         summary = _summary(run, name)
-        rows.append([name, *(_number(summary[key]) for key, _, _ in _COLUMNS)])
+        rows.append([name, *(three_digits(summary[key]) for key, _, _ in COLUMNS)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(
@@ -168,7 +171,8 @@ def _values(results: Sequence[CallResult], kind: str) -> NDArray[np.float64]:
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
-def _number(value: float) -> str:
+def three_digits(value: float) -> str:
+    """Return a positive number with three digits, or with all digits before its point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 

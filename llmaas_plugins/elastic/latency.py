@@ -26,6 +26,7 @@ from llmaas_plugins.elastic.levels import level_index
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, sync_directory, write
 from llmaas_plugins.files.partial_file import taken
+from llmaas_plugins.machine import processor_name
 from llmaas_plugins.model.digest import file_digest
 
 __all__ = ["DIRECTORY", "Curves", "Errors", "Latency", "Machine", "check_writable", "latency_path"]
@@ -57,10 +58,9 @@ class Machine(_Model):
     @classmethod
     def this(cls) -> Self:
         """Describe the machine that this process runs on."""
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        cpu = names[0] if names else os.uname().machine
-        return cls(cpu=cpu, n_cpus=os.cpu_count() or 1, llama_cpp=llama_cpp.__version__)
+        return cls(
+            cpu=processor_name(), n_cpus=os.cpu_count() or 1, llama_cpp=llama_cpp.__version__
+        )
 
 
 class Curves(_Model):

@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from llmaas_eval.elastic.plots import draw
 
         draw(found, args.pictures)
-    sys.stdout.write(f"{json.dumps(about() | as_json(found)) if args.json else report(found)}\n")
+    document = about() | as_json(found)
+    sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
     return 0
 
 

@@ -1,26 +1,190 @@
-"""The study's results as Markdown tables."""
+"""The study's results as tables."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 
 from llmaas_eval.elastic.readings import Reading, perplexity, perplexity_ratio
-from llmaas_eval.elastic.rows import FULL, OURS, Found, Row
+from llmaas_eval.elastic.rows import FULL, INTERPOLATED, OURS, Row, from_json
 from llmaas_eval.markdown import table
 from llmaas_eval.stats import Interval, mean_interval
+from llmaas_eval.tables import (
+    Maker,
+    NoRowsError,
+    Output,
+    Table,
+    as_markdown,
+    between,
+    bold,
+    number,
+    only,
+    percent,
+)
 
-__all__ = ["report"]
+__all__ = ["TABLES", "report"]
+
+_SEARCHED = "searched"
+_LABELS = {
+    _SEARCHED: "`searched`",
+    "uniform": "`uniform` (the paper's widths, our order)",
+    "first order": "`uniform`, the paper's order (first order)",
+    "fluctuation": "fluctuation (without gradients)",
+    "LLM-Pruner": "LLM-Pruner's importance and grouping",
+    "LLM-Pruner, own layers": "the same, with its own layers whole",
+    "magnitude": "magnitude",
+    "random": "random order, mean of five",
+    f"ShortGPT{INTERPOLATED}": "ShortGPT, interpolated to as many bytes",
+    "ShortGPT": "ShortGPT, next larger number of layers",
+    f"LaCo{INTERPOLATED}": "LaCo's merging, interpolated",
+}
+"""Methods in ``eval/results``."""
+
+_ByLevel = Mapping[tuple[str, float], Row]
 
 _Value = Callable[[Reading, Reading], str]
 """Function that formats a reading, given also the full model's reading."""
 
 
-def report(found: Found) -> str:
-    """Return the tables of all measured parts under their headings."""
+def report(document: Output) -> str:
+    """Return the tables of all measured parts under their headings, then those of the results."""
     parts = [
-        f"## {heading}\n\n{show(found[part])}" for part, heading, show in _PARTS if found[part]
+        f"## {heading}\n\n{show(from_json(document[part]))}"
+        for part, heading, show in _PARTS
+        if document[part]
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, as_markdown(TABLES, [document])])
+
+
+# -- tables of eval/results ----------------------------------------------------------------------
+
+
+def _perplexities(outputs: Sequence[Output]) -> Table:
+    """Show perplexity over the whole model's, and over ``searched``'s where that gains least."""
+    rows = _rows(outputs, "levels")
+    found, levels = _by_method(rows), _levels_of(rows)
+    lines = []
+    for method, label in _LABELS.items():
+        if (method, levels[0]) in found:
+            cells = [_over_whole(found, rows, method, level) for level in levels]
+            over = "" if method == _SEARCHED else _least_over_searched(found, method, levels)
+            line = [label, *cells]
+            lines.append([*(map(bold, line) if method == _SEARCHED else line), over])
+    heads = ["", *map(percent, levels), f"over `{_SEARCHED}`"]
+    return Table(heads, lines, "l".ljust(len(heads) - 1, "r") + "l")
+
+
+def _agreement(outputs: Sequence[Output]) -> Table:
+    """Show how often our methods agree with the whole model, and their divergence from it."""
+    rows = _rows(outputs, "levels")
+    found, levels = _by_method(rows), _levels_of(rows)
+    ours = [name for name in (_SEARCHED, "uniform") if (name, levels[0]) in found]
+    parts: list[tuple[str, Callable[[Reading], str]]] = [
+        ("the whole model's likeliest token", lambda reading: percent(reading.same.mean(), 1)),
+        ("KL divergence from it, nats", lambda reading: f"{reading.kl.mean():.3f}"),
+    ]
+    lines = []
+    for title, show in parts:
+        for name in ours:
+            label = f"`{name}`: {title}" if name == ours[0] else f"`{name}`"
+            lines.append([label, *(show(found[name, level].reading) for level in levels)])
+    return Table(["", *map(percent, levels)], lines, "l".ljust(1 + len(levels), "r"))
+
+
+def _calibrations(outputs: Sequence[Output]) -> Table:
+    return _ratios(_rows(outputs, "calibration"), "tokens")
+
+
+def _types(outputs: Sequence[Output]) -> Table:
+    return _ratios(_rows(outputs, "types"), "")
+
+
+def _ratios(rows: Sequence[Row], head: str) -> Table:
+    """Show perplexity over the whole model's."""
+    full = _full(rows)
+    found = {
+        key: _ratio(perplexity_ratio(row.reading, full).value)
+        for key, row in _by_method(rows).items()
+    }
+    levels = _levels_of(rows)
+    names = dict.fromkeys(name for name, _ in found)
+    lines = [[name, *(found[name, level] for level in levels)] for name in names]
+    return Table([head, *map(percent, levels)], lines, "l".ljust(1 + len(levels), "r"))
+
+
+def _continuations(outputs: Sequence[Output]) -> Table:
+    """Show contexts that change their level, over the whole model throughout."""
+    found = _by_method(_rows(outputs, "continued"))
+    origins, levels = (list(dict.fromkeys(keys)) for keys in zip(*found, strict=True))
+    base = found[origins[0], levels[0]].reading
+    lines: list[list[str]] = []
+    for origin, level in zip(origins, levels, strict=True):
+        over = [perplexity_ratio(found[origin, then].reading, base).value for then in levels]
+        label = percent(level) if lines else f"first {percent(level)}"
+        lines.append([label, *(f"{value:.4f}" for value in over)])
+    first, *others = map(percent, levels)
+    return Table(["", f"then {first}", *others], lines, "l".ljust(1 + len(levels), "r"))
+
+
+TABLES: Mapping[str, Maker] = {
+    "elastic-perplexity": _perplexities,
+    "elastic-agreement": _agreement,
+    "elastic-calibration": _calibrations,
+    "elastic-continued": _continuations,
+    "elastic-types": _types,
+}
+
+
+def _rows(outputs: Sequence[Output], part: str) -> list[Row]:
+    """Return the rows of a part.
+
+    Raises:
+        NoRowsError: The part was not measured.
+    """
+    rows = from_json(only(outputs)[part])
+    if not rows:
+        raise NoRowsError(f"the part {part} was not measured")
+    return rows
+
+
+def _by_method(rows: Sequence[Row]) -> _ByLevel:
+    return {(row.method, row.level): row for row in rows if row.method != FULL}
+
+
+def _levels_of(rows: Sequence[Row]) -> list[float]:
+    return sorted({row.level for row in rows if row.method != FULL}, reverse=True)
+
+
+def _over_whole(found: _ByLevel, rows: Sequence[Row], method: str, level: float) -> str:
+    row = found.get((method, level))
+    if row is None:
+        return ""
+    if row.share == 1:  # of so many layers, the next larger number is all
+        shares = [Fraction(of.share).limit_denominator(512) for of in rows if of.method == method]
+        n_layers = math.lcm(*(share.denominator for share in shares))
+        return f"({n_layers} of {n_layers})"
+    return _ratio(perplexity_ratio(row.reading, _full(rows)).value)
+
+
+def _least_over_searched(found: _ByLevel, method: str, levels: Sequence[float]) -> str:
+    """Return a method's perplexity over that of ``searched``, at the level where it is lowest."""
+    ratios = [
+        (perplexity_ratio(found[method, level].reading, found[_SEARCHED, level].reading), level)
+        for level in levels
+        if {(method, level), (_SEARCHED, level)} <= found.keys() and found[method, level].share < 1
+    ]
+    if not ratios:
+        return ""
+    ratio, level = min(ratios)
+    return f"{between(ratio, 3)} at {percent(level)}"
+
+
+def _ratio(value: float) -> str:
+    return number(value, 3 if value < 10 else None)
+
+
+# -- all rows ------------------------------------------------------------------------------------
 
 
 def _quality(rows: Sequence[Row]) -> str:
@@ -68,16 +232,10 @@ def _layers(rows: Sequence[Row]) -> str:
     return table(["layer removed", "loss increase (nats)", "KL"], lines)
 
 
-def _ratios(rows: Sequence[Row]) -> str:
-    return _by_level(rows, _over_full)
-
-
 def _continued(rows: Sequence[Row]) -> str:
     """Show contexts that change their level, also relative to one level throughout."""
     readings = {(row.method, row.level): row.reading for row in rows if row.method != FULL}
     origins, levels = (list(dict.fromkeys(keys)) for keys in zip(*readings, strict=True))
-    (_, base), *_ = readings.items()
-    cells = {key: f"{perplexity_ratio(found, base).value:.4f}" for key, found in readings.items()}
     own = {level: readings[origin, level] for origin, level in zip(origins, levels, strict=True)}
     lines = [
         [
@@ -91,8 +249,6 @@ def _continued(rows: Sequence[Row]) -> str:
     ]
     return "\n\n".join(
         [
-            "Perplexity over that of the whole model throughout:",
-            _table(cells),
             "Perplexity over that of one level throughout, with 95 % intervals:",
             table(["", "the first level", "the second"], lines),
         ]
@@ -151,7 +307,5 @@ _PARTS = (
     ("levels", "Quality by level", _quality),
     ("levels", "Methods compared", _compared),
     ("layers", "Layers removed", _layers),
-    ("calibration", "Perplexity over the full model's by tokens that importance is from", _ratios),
-    ("types", "Perplexity over F16's by type of the weights", _ratios),
     ("continued", "Contexts that change their level, from the disk", _continued),
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from llmaas_eval.elastic.readings import Reading, perplexity
 
-__all__ = ["FULL", "INTERPOLATED", "OURS", "Found", "Row", "as_json"]
+__all__ = ["FULL", "INTERPOLATED", "OURS", "Found", "Row", "as_json", "from_json"]
 
 FULL = "full"
 """Method name of the whole model."""
@@ -52,3 +54,16 @@ def as_json(found: Found) -> dict[str, list[dict[str, Any]]]:
         ]
         for part, rows in found.items()
     }
+
+
+def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return a part's rows that ``as_json`` turned into ``rows``."""
+    return [
+        Row(
+            row["method"],
+            row["level"],
+            row["share"],
+            Reading(*(np.array(row[name], np.float64) for name in Reading._fields)),
+        )
+        for row in rows
+    ]

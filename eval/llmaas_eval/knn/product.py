@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-import numpy as np
-
-from llmaas_eval.knn import report
 from llmaas_eval.knn.duplicates import without_duplicates
 from llmaas_eval.knn.generation import Writer, replies, variety, write_datastore, written
 from llmaas_eval.knn.methods import METHODS
 from llmaas_eval.knn.options import SHARE, Options
+from llmaas_eval.knn.report import as_json
 from llmaas_eval.knn.scoring import Chosen, Row, first, history_of
 from llmaas_eval.knn.shipped import DIMS, exactly, shipped
 from llmaas_eval.knn.users import load, split
-from llmaas_eval.markdown import table
 from llmaas_eval.stats import Surprise
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.mixing.grid_search import fit_mixture
@@ -27,12 +25,10 @@ _N_PROMPTS = 40
 _THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
 
 
-def draw_shipped(options: Options, path: Path) -> tuple[list[Row], str]:
+def draw_shipped(options: Options, path: Path) -> list[Mapping[str, Any]]:
     """Compare exact search, the datastore's search and skipped searches on the offline subset."""
     del path
-    recalls: dict[str, list[float]] = {}
-    skipped: dict[str, list[float]] = {}
-    rows = []
+    rows: list[Mapping[str, Any]] = []
     for keys in options.each():
         history, fitted_on = history_of(keys, options.scoring)
         chosen, part = _offline(history), first(keys.test, options.scoring.n_test)
@@ -40,30 +36,24 @@ def draw_shipped(options: Options, path: Path) -> tuple[list[Row], str]:
         mixture = fit_mixture(exactly(history, chosen, fitted_on, k).met).mixture
         exact = exactly(history, chosen, part, k)
         alone, n = Surprise.of(part.p, part.conv), len(history)
-        rows.append(Row(keys.name, "pure", n, 0, None, alone))
+        rows.append(as_json(Row(keys.name, "pure", n, 0, None, alone)))
         row = Row(keys.name, "exact", n, len(chosen.rows), mixture, exact.surprise(mixture, part))
-        rows.append(row)
+        rows.append(as_json(row))
         for n_dims in DIMS:
             name, found = f"{n_dims} dimensions", shipped(history, chosen, part, k, n_dims)
-            recalls.setdefault(name, []).append(found.recall(exact))
-            rows.append(row._replace(method=name, surprise=found.surprise(mixture, part)))
+            same = row._replace(method=name, surprise=found.surprise(mixture, part))
+            rows.append(as_json(same) | {"recall": found.recall(exact)})
         for threshold in _THRESHOLDS:
             name = f"unless MaxProb is {threshold:g}"
-            skipped.setdefault(name, []).append(float((part.max >= threshold).mean()))
-            surprise = exact.surprise(mixture, part, threshold)
-            rows.append(row._replace(method=name, surprise=surprise))
-    tables = [
-        report.means_table(rows, ["pure", "exact"]),
-        _shares_table("recall@100", recalls),
-        _shares_table("searches saved", skipped),
-    ]
-    return rows, "\n\n".join(tables)
+            same = row._replace(method=name, surprise=exact.surprise(mixture, part, threshold))
+            rows.append(as_json(same) | {"saved": float((part.max >= threshold).mean())})
+    return rows
 
 
-def draw_generated(options: Options, path: Path) -> tuple[list[Row], str]:
+def draw_generated(options: Options, path: Path) -> list[Mapping[str, Any]]:
     """Measure the variety of answers to test prompts, with the plugin and without."""
     del path
-    lines = []
+    rows: list[Mapping[str, Any]] = []
     for keys in options.each():
         history, fitted_on = history_of(keys, options.scoring)
         chosen = _offline(history)
@@ -82,15 +72,9 @@ def draw_generated(options: Options, path: Path) -> tuple[list[Row], str]:
                     if store is None:
                         texts["cloud model"] = replies(writer, chats)
                 for how, some in texts.items():
-                    figures = variety(some, known)
-                    lines.append([keys.name, how, *(f"{value:.1f} %" for value in figures)])
-    heads = ["user", "text", "distinct-1", "distinct-2", "repeated", "copied"]
-    return [], table(heads, lines)
-
-
-def _shares_table(head: str, shares: Mapping[str, Sequence[float]]) -> str:
-    lines = [[name, f"{np.mean(of):.2%}"] for name, of in shares.items()]
-    return table(["", head], lines)
+                    figures = variety(some, known)._asdict()
+                    rows.append({"user": keys.name, "text": how, **figures})
+    return rows
 
 
 def _offline(history: Pairs) -> Chosen:

@@ -5,39 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from llmaas_eval.knn import report
 from llmaas_eval.knn.drift import DRIFTS, drifted, head
 from llmaas_eval.knn.duplicates import likeness, without_duplicates
 from llmaas_eval.knn.encoder import Encoder
 from llmaas_eval.knn.keys import Part, UserKeys
-from llmaas_eval.knn.methods import METHODS, OURS, RIVALS
+from llmaas_eval.knn.methods import METHODS, OURS
 from llmaas_eval.knn.options import SHARE, Options
 from llmaas_eval.knn.plots import draw_bars, draw_curves
 from llmaas_eval.knn.product import draw_generated, draw_shipped
+from llmaas_eval.knn.report import as_json, report
 from llmaas_eval.knn.scoring import Method, Row, ScoringSettings, study
 from llmaas_eval.knn.unrelated import unrelated
 from llmaas_eval.knn.users import USERS, load, split
-from llmaas_eval.markdown import table
 from llmaas_eval.results import write
 
 __all__ = ["FIGURES", "draw"]
+
+JsonRow = Mapping[str, Any]
 
 _PROMPTS = (16, 32, 64, 128)
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 
 
 class _Figure(Protocol):
-    def __call__(self, options: Options, path: Path) -> tuple[list[Row], str]:
-        """Measure, draw the plot if there is one, and return the rows and the tables as text."""
+    def __call__(self, options: Options, path: Path) -> Sequence[JsonRow]:
+        """Measure, draw the plot if there is one, and return the rows for JSON."""
 
 
 def draw(name: str, options: Options) -> str:
     """Measure and write a figure; return its tables as text."""
     path = options.out / f"knn-{name}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows, text = FIGURES[name](options, path)
+    rows = FIGURES[name](options, path)
     settings = {
         "figure": name,
         "model": options.model.name,
@@ -45,38 +46,35 @@ def draw(name: str, options: Options) -> str:
         "n_test": options.scoring.n_test,
         "n_held": options.scoring.n_held,
     }
-    write(path, settings, [report.as_json(row) for row in rows], text)
-    return text
+    return write(path, settings, rows, report)
 
 
-def _users(options: Options, path: Path) -> tuple[list[Row], str]:
+def _users(options: Options, path: Path) -> list[JsonRow]:
     del path
-    lines = []
+    rows: list[JsonRow] = []
     for name in options.users:
         parts = split(load(options.data, name), name)
         kept = without_duplicates(parts)
-        known = likeness(kept).known.mean()
-        removed = len(parts.test) - len(kept.test)
-        cells = [len(parts.train), len(kept.test), removed, f"{known:.0%}"]
-        lines.append([f"{name} ({USERS[name][0]})", *map(str, cells)])
-    heads = ["user (set)", "training", "test", "removed", "known"]
-    return [], table(heads, lines)
+        row = {
+            "user": name,
+            "set": USERS[name][0],
+            "n_train": len(parts.train),
+            "n_test": len(kept.test),
+            "n_removed": len(parts.test) - len(kept.test),
+            "known": float(likeness(kept).known.mean()),
+        }
+        rows.append(row)
+    return rows
 
 
-def _table2(options: Options, path: Path) -> tuple[list[Row], str]:
+def _table2(options: Options, path: Path) -> list[JsonRow]:
     methods = {name: METHODS[name] for name in options.methods}
     rows = [row for keys in options.each() for row in _studied(keys, options.scoring, methods)]
     draw_bars(rows, path)
-    ours, rivals = ([name for name in some if name in methods] for some in (OURS, RIVALS))
-    tables = [
-        report.users_table(rows),
-        report.changes_table(rows, ours, ["pure", *rivals]),
-        report.means_table(rows, ["pure", *rivals]),
-    ]
-    return rows, "\n\n".join(tables)
+    return [as_json(row) for row in rows]
 
 
-def _table3(options: Options, path: Path) -> tuple[list[Row], str]:
+def _table3(options: Options, path: Path) -> list[JsonRow]:
     del path
     methods = {name: METHODS[name] for name in ("random", "full", *OURS)}
     rows = []
@@ -85,19 +83,19 @@ def _table3(options: Options, path: Path) -> tuple[list[Row], str]:
         settings = replace(options.scoring, n_test=len(keys.test))
         others = {"B and C mixed": mixed}
         rows += _studied(replace(keys, name=name), settings, methods, others)
-    return rows, "\n\n".join([report.users_table(rows), report.means_table(rows, ["pure"])])
+    return [as_json(row) for row in rows]
 
 
-def _fig9(options: Options, path: Path) -> tuple[list[Row], str]:
+def _fig9(options: Options, path: Path) -> list[JsonRow]:
     methods = {name: METHODS[name] for name in ("random", *OURS)}
     at = {f"{name} {share:g}": (methods[name], share) for share in _SHARES for name in methods}
     at = {"full": (METHODS["full"], 1.0), **at}
     rows = [row for keys in options.each() for row in study(keys, at, options.scoring)]
     draw_curves(rows, path)
-    return rows, report.means_table(rows, ["pure", "full"])
+    return [as_json(row) for row in rows]
 
 
-def _harm(options: Options, path: Path) -> tuple[list[Row], str]:
+def _harm(options: Options, path: Path) -> list[JsonRow]:
     """Measure text from its beginning, and text after prompts of several lengths."""
     del path
     with Encoder(options.model) as encoder:
@@ -108,13 +106,7 @@ def _harm(options: Options, path: Path) -> tuple[list[Row], str]:
         stranger = options.user(_stranger(keys.name))
         others["a stranger's"] = head(stranger.test, 20)
         rows += _studied(keys, options.scoring, methods, others, (0, *_PROMPTS))
-    kinds = dict.fromkeys(_kind(row) for row in rows)
-    tables = [
-        f"{kind}:\n\n"
-        + report.changes_table([row for row in rows if _kind(row) == kind], list(methods), ["pure"])
-        for kind in kinds
-    ]
-    return rows, "\n\n".join(tables)
+    return [as_json(row) for row in rows]
 
 
 def _stranger(name: str) -> str:
@@ -122,14 +114,7 @@ def _stranger(name: str) -> str:
     return "turns-travel" if not name.startswith("turns") else "topic-health"
 
 
-def _kind(row: Row) -> str:
-    """Return the kind of a row's text: its name without the user whose datastore was used."""
-    _, is_other, name = row.user.partition(" on ")
-    _, is_reply, n_prompt = row.user.partition(" after ")
-    return name if is_other else f"own after {n_prompt}" if is_reply else "own"
-
-
-def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
+def _ablation(options: Options, path: Path) -> list[JsonRow]:
     """Measure design choices: the kind of key, trust, leaving far states to the model, drawing."""
     del path
     methods = {name: METHODS[name] for name in ("full", "random", "offline", "offline, top")}
@@ -147,7 +132,7 @@ def _ablation(options: Options, path: Path) -> tuple[list[Row], str]:
                 row._replace(method=row.method + name) for row in found if row.method != "pure"
             ]
         rows.append(found[0])
-    return rows, report.means_table(rows, ["pure", "random", "offline"])
+    return [as_json(row) for row in rows]
 
 
 def _studied(

@@ -50,5 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError as error:
         parser.error(str(error))
     found = study(model, texts, SparseSettings())
-    sys.stdout.write(f"{json.dumps(about() | found) if args.json else report(found)}\n")
+    document = about() | found
+    sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
     return 0

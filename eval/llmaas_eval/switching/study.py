@@ -11,14 +11,15 @@ from pathlib import Path
 from llmaas_eval.results import about
 from llmaas_eval.switching.cost import Cost
 from llmaas_eval.switching.engine import token_bytes
-from llmaas_eval.switching.figures import OURS, Case, Figure
+from llmaas_eval.switching.figures import FIGURES, OURS, Case, Figure
 from llmaas_eval.switching.groups import can_limit_memory
 from llmaas_eval.switching.plots import contexts_under, draw
-from llmaas_eval.switching.report import heading, markdown
+from llmaas_eval.switching.report import TABLES, details, heading
 from llmaas_eval.switching.results import RunResult
 from llmaas_eval.switching.run import Job, measure, run
 from llmaas_eval.switching.steps import replay_of
 from llmaas_eval.switching.systems.base import Setting
+from llmaas_eval.tables import Output, as_markdown
 from llmaas_eval.traces import Settings, TraceCall, generate, write_trace
 
 __all__ = ["Options", "study"]
@@ -115,17 +116,23 @@ def _calls(options: Options, case: Case, contexts: int) -> tuple[Path, Sequence[
 def _save(base: Path, figure: Figure, options: Options, cost: Cost, runs: _Runs) -> None:
     found = {
         **about(),
+        "settings": {
+            "figure": next(name for name, one in FIGURES.items() if one is figure),
+            "model": options.model.name,
+            "n_calls": options.n_calls,
+            "disk_mb": options.disk_mb,
+        },
         "memory_limited": can_limit_memory(),
         "cost": asdict(cost),
         "runs": [{"case": asdict(case), **result.to_json()} for case, result in runs],
     }
     base.with_suffix(".json").write_text(json.dumps(found))
-    base.with_suffix(".md").write_text(_as_markdown(figure, options, cost, runs))
+    base.with_suffix(".md").write_text(_as_markdown(figure, options, cost, runs, found))
     if any(result.failure is None for _, result in runs):
         draw(figure, runs, options.limits_ms, base.with_suffix(".png"))
 
 
-def _as_markdown(figure: Figure, options: Options, cost: Cost, runs: _Runs) -> str:
+def _as_markdown(figure: Figure, options: Options, cost: Cost, runs: _Runs, found: Output) -> str:
     errors = [abs(error) for error in cost.errors]
     disk = "without a limit" if options.disk_mb is None else f"{options.disk_mb:g} MB/s each way"
     lines = [
@@ -145,8 +152,8 @@ def _as_markdown(figure: Figure, options: Options, cost: Cost, runs: _Runs) -> s
                 lines.append(f"- {label}: {told}")
     for title, part in groupby(runs, key=lambda pair: heading(pair[0])):
         named = {_row(case): result for case, result in part}
-        lines += ["", f"## {title}", "", markdown(named, OURS)]
-    return "\n".join(lines) + "\n"
+        lines += ["", f"## {title}", "", details(named, OURS).as_markdown()]
+    return "\n".join([*lines, "", as_markdown(TABLES, [found])]) + "\n"
 
 
 def _row(case: Case) -> str:

@@ -13,19 +13,15 @@ from numpy.typing import NDArray
 
 from llmaas_eval.data import chat_lines
 from llmaas_eval.results import write
-from llmaas_eval.tolerance import report
 from llmaas_eval.tolerance.arms import Arm, Row, ask, go_on, layer_damage
 from llmaas_eval.tolerance.engine import Engine
 from llmaas_eval.tolerance.plots import draw_bars, draw_curves, draw_tasks
 from llmaas_eval.tolerance.recall import Recall, make_alike, make_facts, make_recall
+from llmaas_eval.tolerance.report import ALL, FINE, LOW, OWN, PAPER, report
 from llmaas_eval.tolerance.texts import Tokenize, packaged_samples, samples
-from llmaas_plugins.kv_chunks.config import KVChunksConfig
 
 __all__ = ["DEFAULT_N", "FIGURES", "Options", "draw"]
 
-PAPER, FINE, LOW = (8, 4, 2), (4, 3, 2), (4, 2, 1)
-ALL = tuple(range(8, 0, -1))
-OWN = tuple(KVChunksConfig().levels)
 _CURVE = (8.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.0)
 _N_FACTS, _LONGEST = 6, 960
 """Number of facts in a context, and largest number of its tokens."""
@@ -53,8 +49,8 @@ class Options:
 
 
 class _Figure(Protocol):
-    def __call__(self, engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
-        """Measure and draw a figure; return its rows and text."""
+    def __call__(self, engine: Engine, options: Options, path: Path) -> list[Row]:
+        """Measure and draw a figure; return its rows."""
 
 
 def draw(name: str, options: Options) -> str:
@@ -62,21 +58,20 @@ def draw(name: str, options: Options) -> str:
     path = options.out / f"tolerance-{name}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with Engine(options.model) as engine:
-        rows, text = FIGURES[name](engine, options, path)
+        rows = FIGURES[name](engine, options, path)
     settings = {"figure": name, "model": options.model.name, "n_each": options.n_each}
-    write(path, settings | {"seed": options.seed}, rows, text)
-    return text
+    return write(path, settings | {"seed": options.seed}, rows, report)
 
 
-def _fig6b(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+def _fig6b(engine: Engine, options: Options, path: Path) -> list[Row]:
     texts = samples(options.data, engine.tokens, options.n_each, ["wikitext"], options.seed)
     arms = [Arm("int8"), Arm("ours", 4, PAPER), Arm("ours", 4, OWN), Arm("static", 4)]
     rows = go_on(engine, list(texts), arms)
     draw_bars(rows, path)
-    return rows, report.quality_table(rows)
+    return rows
 
 
-def _fig12(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+def _fig12(engine: Engine, options: Options, path: Path) -> list[Row]:
     texts = samples(options.data, engine.tokens, options.n_each, seed=options.seed)
     arms = [Arm("int8"), Arm("static", 4), Arm("static", 2)]
     for mean, levels in ((4.0, PAPER), (4.0, OWN), (2.0, LOW)):
@@ -88,16 +83,10 @@ def _fig12(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str
     static = [("static", 4.0), ("static", 2.0)]
     ours = [(arm.name, arm.mean) for arm in arms if arm.rival == "ours"]
     draw_tasks(rows, [static[0], *ours[:2], static[1], ours[2]], path)
-    pairs = [(arm, ("static", arm[1])) for arm in ours]
-    tables = [report.quality_table(rows), report.task_table(rows, pairs, report.KL)]
-    at_4 = pairs[:2]
-    tables += [report.task_table(rows, at_4, part) for part in (report.PERPLEXITY, report.DISTANCE)]
-    to_int8 = [(ours[1], ("int8", 8.0))]
-    tables.append(report.task_table(rows, to_int8, report.PERPLEXITY))
-    return rows, "\n\n".join(tables)
+    return rows
 
 
-def _curve(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+def _curve(engine: Engine, options: Options, path: Path) -> list[Row]:
     texts = samples(options.data, engine.tokens, options.n_each, seed=options.seed)
     arms = [
         Arm(name, mean, levels)
@@ -113,14 +102,14 @@ def _curve(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str
     damage = _damage(engine)
     rows = go_on(engine, list(texts), arms, damage)
     draw_curves({"": rows}, "kl", path)
-    return rows, report.quality_table(rows)
+    return rows
 
 
 def _damage(engine: Engine) -> NDArray[np.float64]:
     return layer_damage(engine, list(packaged_samples(engine.tokens))[::3])
 
 
-def _recall(engine: Engine, options: Options, path: Path) -> tuple[list[Row], str]:
+def _recall(engine: Engine, options: Options, path: Path) -> list[Row]:
     arms = [Arm("int8")]
     for mean in (4.0, 3.0, 2.5, 2.0, 1.5, 1.0):
         arms.append(Arm("static", mean))
@@ -138,8 +127,7 @@ def _recall(engine: Engine, options: Options, path: Path) -> tuple[list[Row], st
     lines = {arm.name for arm in arms if arm.levels in {(), ALL}}
     panels = {name: [row for row in rows if row["arm"] in lines] for name, rows in probes.items()}
     draw_curves(panels, "right", path)
-    tables = [f"{name}:\n\n{report.recall_table(rows)}" for name, rows in probes.items()]
-    return [row for rows in probes.values() for row in rows], "\n\n".join(tables)
+    return [row for rows in probes.values() for row in rows]
 
 
 def _recalls(probe: str, tokenize: Tokenize, options: Options) -> list[Recall]:

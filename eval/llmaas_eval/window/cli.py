@@ -41,15 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             sys.stderr.write(f"window: error: {error}\n")
             return 2
-    sys.stdout.write(
-        f"{report(rows)}\n\n{len(texts)} texts of {args.tokens} tokens, window {args.window}\n"
-    )
+    found = about() | {
+        "window": args.window,
+        "tokens": args.tokens,
+        "texts": len(texts),
+        "rows": [asdict(row) for row in rows],
+    }
+    sys.stdout.write(f"{report(found)}\n")
     if args.output is not None:
-        found = about() | {
-            "window": args.window,
-            "tokens": args.tokens,
-            "texts": len(texts),
-            "rows": [asdict(row) for row in rows],
-        }
         args.output.write_text(json.dumps(found, indent=1) + "\n")
     return 0

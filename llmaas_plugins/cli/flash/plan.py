@@ -18,6 +18,7 @@ from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import at_least, positive
 from llmaas_plugins.cli.output import print_report, progress_bar
+from llmaas_plugins.run_record import run_record
 from llmaas_plugins.server import import_server
 from llmaas_plugins.sizes import memory_bytes
 
@@ -105,6 +106,7 @@ def plan(args: argparse.Namespace) -> int:
     settings = _settings(made, machine.disk)
     measured = _measured(args, settings) if args.measure else None
     report = {
+        "run": run_record(),
         "model": str(args.model),
         "planned_from": str(source),
         "machine": asdict(machine),

@@ -16,7 +16,7 @@ from llmaas_eval.switching.cost import Cost, measure_cost
 from llmaas_eval.switching.engine import token_bytes
 from llmaas_eval.switching.figures import FIGURES, Grid
 from llmaas_eval.switching.groups import can_limit_memory, memory_group
-from llmaas_eval.switching.report import markdown, most_contexts, ratio, summary
+from llmaas_eval.switching.report import details, most_contexts, ratio, summary
 from llmaas_eval.switching.results import CallResult, RunResult
 from llmaas_eval.switching.run import Job, run
 from llmaas_eval.switching.steps import replay_of
@@ -231,11 +231,12 @@ def test_every_figure_has_cases_of_known_systems(name):
 
 
 def test_the_table_says_why_a_system_did_not_run():
-    table = markdown({"ours": result(1.0, 2.0), "A": RunResult([], failure="does not fit")}, "ours")
-    rows = [line.split(" | ") for line in table.splitlines()]
-    assert len({line.count("|") for line in table.splitlines()}) == 1
-    assert rows[-1][1] == "does not fit"
-    assert rows[-2][4] == "1.00 (1.00–1.00)"
+    runs = {"ours": result(1.0, 2.0), "A": RunResult([], failure="does not fit")}
+    runs["B"] = result(2.0, 4.0)
+    table = details(runs, "ours")
+    assert {len(row) for row in table.rows} == {len(table.columns)} == {len(table.align)}
+    assert table.rows[1][:2] == ["A", "does not fit"]
+    assert [table.rows[i][4] for i in (0, 2)] == ["1.00", "2.00 (2.00–2.00)"]
 
 
 def test_the_command_writes_calls_table_and_picture(reference_model, tmp_path):

@@ -95,7 +95,7 @@ def test_a_figure_is_three_files(data, reference_model, tmp_path, capsys):
     out = tmp_path / "figures"
     main(["fig6b", "--data", str(data), "-n", "1", "-o", str(out)])
     printed = capsys.readouterr().out
-    assert "| int8 | 8.00 | 51.76% |" in printed
+    assert "| int8 | 8 | 51.8 % |" in printed
     assert (out / "tolerance-fig6b.md").read_text() == printed
     document = json.loads((out / "tolerance-fig6b.json").read_text())
     assert len(document["rows"]) == 4

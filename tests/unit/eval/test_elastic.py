@@ -17,7 +17,7 @@ from llmaas_eval.elastic.readings import (
     read_window,
 )
 from llmaas_eval.elastic.report import report
-from llmaas_eval.elastic.rows import FULL, Row
+from llmaas_eval.elastic.rows import FULL, Row, as_json
 from llmaas_eval.elastic.sizes import kept_layers
 from llmaas_eval.stats import mean_interval
 from llmaas_plugins.elastic.units import Blocks, all_units, without_layers
@@ -130,10 +130,11 @@ def test_changed_levels_are_shown_beside_one_level_throughout():
     nats = {(1.0, 1.0): 1.0, (1.0, 0.5): 1.5, (0.5, 1.0): 1.1, (0.5, 0.5): 1.6}
     rows = [Row(f"from {a:.0%}", b, b, reading([x, x])) for (a, b), x in nats.items()]
     parts = dict.fromkeys(("levels", "layers", "calibration", "types"), ())
-    shown = report({**parts, "continued": [Row(FULL, 1.0, 1.0, reading([9.0])), *rows]})
+    rows = [Row(FULL, 1.0, 1.0, reading([9.0])), *rows]
+    shown = report(as_json({**parts, "continued": rows}))
     ratio = {x: f"{math.exp(x):.4f}" for x in (0.0, 0.1, 0.5, 0.6, -0.1, -0.5)}
-    assert f"| from 100% | {ratio[0.0]} | {ratio[0.5]} |" in shown
-    assert f"| from 50% | {ratio[0.1]} | {ratio[0.6]} |" in shown
+    assert f"| first 100 % | {ratio[0.0]} | {ratio[0.5]} |" in shown
+    assert f"| 50 % | {ratio[0.1]} | {ratio[0.6]} |" in shown
     (line,) = [line for line in shown.splitlines() if line.startswith("| from 50% to 100% |")]
     assert f"| {ratio[-0.5]} (" in line
     assert f"| {ratio[0.1]} (" in line

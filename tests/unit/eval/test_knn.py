@@ -14,7 +14,7 @@ from llmaas_eval.knn.generation import variety
 from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.methods import METHODS, without_weights
 from llmaas_eval.knn.neighbors import search
-from llmaas_eval.knn.report import changes_table, means_table, users_table
+from llmaas_eval.knn.report import as_json, changes_table, from_json, means_table, perplexity_table
 from llmaas_eval.knn.scoring import Row, first, probability
 from llmaas_eval.knn.users import USERS, Chat, Split, load, split
 from llmaas_eval.stats import Surprise, change, mean_change, perplexity
@@ -203,11 +203,23 @@ def test_tables_have_a_line_a_user_and_their_mean():
         for user in ("a", "b")
         for method, nats in (("pure", 20.0), ("random", 18.0), ("offline", 17.0))
     ]
-    assert users_table(rows).splitlines()[2] == "| a | 1,000 | 20 | 7.389 | 6.050 | 5.474 |"
-    lines = changes_table(rows, ["offline"], ["pure", "random"]).splitlines()
-    assert lines[-1] == "| **mean** | -25.92 % (-25.92 to -25.92) | -9.52 % (-9.52 to -9.52) |"
-    assert len(lines) == 5
-    assert "| random | 30.0% | -18.13 % (-18.13 to -18.13) |" in means_table(rows, ["pure"])
+    assert perplexity_table(rows).rows[0] == ["a", "1,000", "7.39", "6.05", "**5.47**"]
+    lines = changes_table(rows, ["offline"], ["pure", "random"]).rows
+    assert lines[-1] == ["**mean**", "−25.9 % (−25.9 to −25.9)", "−9.5 % (−9.5 to −9.5)"]
+    assert [line[0] for line in lines] == ["a", "b", "**mean**"]
+    assert means_table(rows, ["random", "offline"], ["pure"]).rows == [
+        ["random", "30 %", "−18.1 % (−18.1 to −18.1)"],
+        ["**offline**", "30 %", "**−25.9 %** (−25.9 to −25.9)"],
+    ]
+
+
+def test_a_row_is_read_as_it_was_written():
+    surprise = Surprise(np.array([1.5, 2.5]), np.array([3, 4]))
+    for mixture in (None, Mixture(alpha=0.5, beta=0.0, theta=1.0)):
+        row = Row("a", "full", 9, 5, mixture, surprise)
+        found = from_json(json.loads(json.dumps(as_json(row))))
+        assert found[:5] == row[:5]
+        assert [each.tolist() for each in found.surprise] == [each.tolist() for each in surprise]
 
 
 def test_a_drifting_user_has_both_domains_in_turn():

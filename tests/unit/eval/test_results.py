@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 from collections import Counter
+from datetime import datetime
 
 import pytest
 
@@ -43,15 +45,35 @@ def test_changed_cells_are_written(tmp_path, monkeypatch):
     assert "|  | ms |\n|---|---:|\n| ours | 2.5 |\n" in found
     assert "*Command: `make bench`. Machine: not recorded. llama-cpp-python 0.3.36.*" in found
     assert results.rewritten(found) == found
+    text = (
+        (tmp_path / "speed.json")
+        .read_text()
+        .replace('"source"', '"date": "2026-11-23", "commit": "0123456789", "source"')
+    )
+    (tmp_path / "speed.json").write_text(text)
+    assert "0.3.36. Date: 2026-11-23. Commit: 0123456789.*" in results.rewritten(found)
 
 
 def test_studies_write_how_they_were_run(tmp_path, monkeypatch):
     arguments = ["/usr/bin/python3", "-m", "llmaas_eval.knn", "users", "--data", "my data"]
     monkeypatch.setattr(results.sys, "orig_argv", arguments)
-    results.write(tmp_path / "new" / "knn-users", {"n": 1}, [{"user": "a"}], "| user |")
+    text = results.write(tmp_path / "new" / "knn-users", {"n": 1}, [{"user": "a"}], reported)
+    assert text == "1 row of 1"
     found = json.loads((tmp_path / "new" / "knn-users.json").read_text())
     assert found["command"] == "python -m llmaas_eval.knn users --data 'my data'"
     assert found["machine"].startswith(f"{os.cpu_count()} cores of ")
     assert set(found["versions"]) == {"llama-cpp-python", "llmaas-plugins"}
+    assert datetime.fromisoformat(found["date"])
+    assert found["commit"] is None or re.match("[0-9a-f]{10}", found["commit"])
     assert (found["settings"], found["rows"]) == ({"n": 1}, [{"user": "a"}])
-    assert (tmp_path / "new" / "knn-users.md").read_text() == "| user |\n"
+    assert (tmp_path / "new" / "knn-users.md").read_text() == f"{text}\n"
+
+
+def reported(document):
+    return f"{len(document['rows'])} row of {document['settings']['n']}"
+
+
+def test_an_installed_script_is_recorded_without_its_folder(monkeypatch):
+    arguments = ["/usr/bin/python3", "/home/me/.venv/bin/llmaas", "demo", "--json", "a b.json"]
+    monkeypatch.setattr(results.sys, "orig_argv", arguments)
+    assert results.about()["command"] == "llmaas demo --json 'a b.json'"

@@ -1,0 +1,53 @@
+"""Table of ``bench_elastic``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmaas_eval.benchmarks import figures, grouped
+from llmaas_eval.tables import Maker, Output, Table, percent, times
+from llmaas_plugins.elastic.uniform import LEVELS
+
+__all__ = ["TABLES"]
+
+_BATCHES = {
+    "token, 1 thread": ("token", 1),
+    "token, 2 threads": ("token", 2),
+    "128 tokens, 2 threads": (128, 2),
+    "512 tokens, 2 threads": (512, 2),
+}
+_WITH_INTERVAL = (512, 2)
+
+
+def _levels(outputs: Sequence[Output]) -> Table:
+    """Show the milliseconds of a batch and its block time over the full level's."""
+    found = figures(outputs, "bench_elastic::bench_levels", "what", "n_threads")
+    lines = []
+    for level in LEVELS:
+        cells = []
+        for batch in _BATCHES.values():
+            info = found.get(batch, {}).get(f"{level:.0%}")
+            unit = " ms" if level == 1 else ""
+            if info is None:
+                cells += ["", ""]
+            else:
+                cells += [_ms(info) + unit, _block_time(info, level, batch)]
+        lines.append([percent(level), *cells])
+    heads = ["level", *(head for batch in _BATCHES for head in (batch, "block time"))]
+    return Table(heads, lines, "l".ljust(len(heads), "r"))
+
+
+def _ms(info: Mapping[str, Any]) -> str:
+    return grouped(times(info["ms"])[0])
+
+
+def _block_time(info: Mapping[str, Any], level: float, batch: tuple[object, int]) -> str:
+    if level == 1:
+        return "1"
+    share, low, high = times(info["block time"])
+    interval = f" ({low:.2f}–{high:.2f})" if batch == _WITH_INTERVAL else ""
+    return f"{share:.3f}{interval}"
+
+
+TABLES: Mapping[str, Maker] = {"elastic-time": _levels}

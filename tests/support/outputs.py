@@ -1,0 +1,26 @@
+"""Outputs of studies, and the tables that are made of them."""
+
+from __future__ import annotations
+
+import json
+
+from llmaas_eval.keeping import kept, makers
+from llmaas_eval.results import about, load
+
+
+def made(name, *documents, same_columns=True):
+    """Return the rows of a table made of these documents, which are written as JSON and read.
+
+    The table has the form of the committed result of this name, and can be kept.
+    """
+    outputs = [json.loads(json.dumps(about() | document)) for document in documents]
+    table, committed = makers()[name](outputs), load(name)
+    if same_columns:
+        assert (list(table.columns), table.align) == (committed.columns, committed.align)
+    assert kept(table, outputs, ["a.json"])["rows"] == [list(row) for row in table.rows]
+    return [list(row) for row in table.rows]
+
+
+def committed_rows(name):
+    """Return the rows of a committed result."""
+    return [list(row) for row in load(name).rows]
