@@ -24,11 +24,11 @@ __all__ = [
     "bold",
     "number",
     "only",
+    "parse_interval",
     "percent",
     "read_output",
     "signed",
     "spread",
-    "times",
 ]
 
 Output = Mapping[str, Any]
@@ -131,7 +131,7 @@ def between(found: Iterable[float], digits: int | None = None, unit: str = "") -
     return f"{value:.{digits}f}{unit} ({low:.{digits}f}–{high:.{digits}f})"
 
 
-def times(text: str) -> tuple[float, float, float]:
+def parse_interval(text: str) -> tuple[float, float, float]:
     """Return the three numbers of a text such as ``12.3 [11.9 12.8]`` or ``1.02 (0.98 to 1.05)``.
 
     Raises:

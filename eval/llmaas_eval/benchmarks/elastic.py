@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmaas_eval.benchmarks import figures, grouped
-from llmaas_eval.tables import Maker, Output, Table, percent, times
+from llmaas_eval.tables import Maker, Output, Table, parse_interval, percent
 from llmaas_plugins.elastic.uniform import LEVELS
 
 __all__ = ["TABLES"]
@@ -39,13 +39,13 @@ def _levels(outputs: Sequence[Output]) -> Table:
 
 
 def _ms(info: Mapping[str, Any]) -> str:
-    return grouped(times(info["ms"])[0])
+    return grouped(parse_interval(info["ms"])[0])
 
 
 def _block_time(info: Mapping[str, Any], level: float, batch: tuple[object, int]) -> str:
     if level == 1:
         return "1"
-    share, low, high = times(info["block time"])
+    share, low, high = parse_interval(info["block time"])
     interval = f" ({low:.2f}–{high:.2f})" if batch == _WITH_INTERVAL else ""
     return f"{share:.3f}{interval}"
 

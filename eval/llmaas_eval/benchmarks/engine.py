@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmaas_eval.benchmarks import benches, figures
-from llmaas_eval.tables import Maker, Output, Table, between, bold, times
+from llmaas_eval.tables import Maker, Output, Table, between, bold, parse_interval
 
 __all__ = ["TABLES"]
 
@@ -83,7 +83,7 @@ def _parts(outputs: Sequence[Output]) -> Table:
 
 
 def _share(text: str, ratio: float) -> str:
-    found = times(text)
+    found = parse_interval(text)
     shown = between(found, 3)
     return bold(shown) if found[0] > ratio + _GOAL else shown
 
@@ -98,7 +98,7 @@ def _columns(outputs: Sequence[Output]) -> Table:
         for key in _COLUMNS.values():
             info = found.get(key, {})
             names = [f"columns of {matrix} {ratio}" for ratio in _RATIOS]
-            medians = [f"{times(info[name])[0]:.3f}" for name in names if name in info]
+            medians = [f"{parse_interval(info[name])[0]:.3f}" for name in names if name in info]
             cells.append(" \\| ".join(medians))
         lines.append([f"`{matrix}`" if lines else f"`{matrix}`, {ratios}", *cells])
     return Table(["columns of", *_COLUMNS], lines, "lllll")

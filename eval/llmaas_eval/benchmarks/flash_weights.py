@@ -6,7 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llmaas_eval.benchmarks import benches, figures, grouped, quartiles
-from llmaas_eval.tables import Maker, NoRowsError, Output, Table, between, bold, percent, times
+from llmaas_eval.tables import (
+    Maker,
+    NoRowsError,
+    Output,
+    Table,
+    between,
+    bold,
+    parse_interval,
+    percent,
+)
 
 __all__ = ["TABLES"]
 
@@ -60,7 +69,7 @@ def _budgets(outputs: Sequence[Output]) -> Table:
                 bold(between(speedup, 1, "×")),
                 f"{info['over_floor']:.2f}",
                 f"{info['read_mb']:.0f} MB",
-                f"{times(info['disk_gb_s'])[0]:.2f} GB/s",
+                f"{parse_interval(info['disk_gb_s'])[0]:.2f} GB/s",
                 f"{info['peak_mib']} MiB",
             ]
             lines.append(cells)
@@ -73,13 +82,16 @@ def _budgets(outputs: Sequence[Output]) -> Table:
 
 
 def _fitting(info: _Figures) -> list[str]:
-    speedup = between(times(info["speedup"]), 2, "×")
+    speedup = between(parse_interval(info["speedup"]), 2, "×")
     budget, peak = f"{info['budget_mib']} MiB", f"{info['peak_mib']} MiB"
     return [budget, "all fits", *_both_ms(info), speedup, "", "0", "", peak]
 
 
 def _both_ms(info: _Figures) -> list[str]:
-    return [quartiles(times(info["ours_ms"])), grouped(times(info["vanilla_ms"])[0])]
+    return [
+        quartiles(parse_interval(info["ours_ms"])),
+        grouped(parse_interval(info["vanilla_ms"])[0]),
+    ]
 
 
 def _optional(outputs: Sequence[Output], function: str) -> list[_Figures]:
@@ -92,7 +104,9 @@ def _optional(outputs: Sequence[Output], function: str) -> list[_Figures]:
 def _modes(outputs: Sequence[Output]) -> Table:
     """Show tokens of the sparse mode with all memory and with little."""
     found = figures(outputs, "bench_flash::bench_sparse", "sparse_model", "share")
-    whole, limited = (found[_SPARSE_MODEL, share] for share in (_IN_MEMORY, _LIMITED))
+    whole, limited = (found.get((_SPARSE_MODEL, share)) for share in (_IN_MEMORY, _LIMITED))
+    if whole is None or limited is None:
+        raise NoRowsError("found no run of bench_sparse with all memory and one with little")
     lines = []
     for name, label in _MODES.items():
         info = limited[name]
@@ -118,15 +132,15 @@ def _levers(outputs: Sequence[Output]) -> Table:
 
 
 def _ms(infos: _Figures, name: str) -> str:
-    return quartiles(times(infos[name]["ms"]))
+    return quartiles(parse_interval(infos[name]["ms"]))
 
 
 def _speed(infos: _Figures, name: str, names: Iterable[str], digits: int) -> str:
     """Return the speed over vanilla's, in bold if it is the highest."""
     if name == "vanilla":
         return "1"
-    best = max(times(infos[each]["speedup"])[0] for each in names)
-    found = times(infos[name]["speedup"])
+    best = max(parse_interval(infos[each]["speedup"])[0] for each in names)
+    found = parse_interval(infos[name]["speedup"])
     return bold(between(found, digits)) if found[0] == best else between(found, digits)
 
 

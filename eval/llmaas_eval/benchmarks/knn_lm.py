@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from llmaas_eval.benchmarks import Bench, benches
-from llmaas_eval.tables import Maker, Output, Table, bold, number, times
+from llmaas_eval.tables import Maker, Output, Table, bold, number, parse_interval
 
 __all__ = ["TABLES"]
 
@@ -25,8 +25,8 @@ def _searches(outputs: Sequence[Output]) -> Table:
         for i, bench in enumerate(some):
             info, params = bench.info, bench.params
             label = "" if i else f"{params['keys']}, {_FORMS[params['form']]}"
-            rival = f"{_RIVALS[params['rival']]} {number(times(info['vanilla_ms'])[0])}"
-            ours = f"{times(info['ours_ms'])[0]:.1f}"
+            rival = f"{_RIVALS[params['rival']]} {number(parse_interval(info['vanilla_ms'])[0])}"
+            ours = f"{parse_interval(info['ours_ms'])[0]:.1f}"
             lines.append([label, ours, rival, _time_over(info), _recalls(info)])
     heads = ["keys", "ours, ms", "rival, ms", "ours / rival", "recall (rival's)"]
     return Table(heads, lines, "lrrrr")
@@ -71,7 +71,7 @@ def _decoding(outputs: Sequence[Output]) -> Table:
         parts += ["a datastore that is not trusted"] if bench.params["look_back"] else []
         speed = f"{info['speed']:.2f} ({info['speed_low']:.2f} to {info['speed_high']:.2f})"
         is_selected = n_pairs == _SELECTED and not bench.params["look_back"]
-        cells = [f"{times(info[f'{side}_ms'])[0]:.1f}" for side in ("ours", "vanilla")]
+        cells = [f"{parse_interval(info[f'{side}_ms'])[0]:.1f}" for side in ("ours", "vanilla")]
         cells += [bold(speed) if is_selected else speed, f"{info['more_mib']:.0f} MiB"]
         lines.append([", ".join(parts), f"{n_pairs:.0e}".replace("e+0", "e"), *cells])
     heads = ["", "pairs", "ms a token", "vanilla", "vanilla's speed ×", "more at the peak"]

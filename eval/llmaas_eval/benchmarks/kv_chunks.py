@@ -14,8 +14,8 @@ from llmaas_eval.tables import (
     between,
     bold,
     number,
+    parse_interval,
     percent,
-    times,
 )
 
 __all__ = ["TABLES"]
@@ -96,7 +96,7 @@ def _restores(outputs: Sequence[Output]) -> Table:
 
 def _vanilla(infos: Sequence[_Figures | None]) -> str:
     """Return the range of vanilla's medians."""
-    found = sorted(times(info["vanilla_ms"])[0] for info in infos if info)
+    found = sorted(parse_interval(info["vanilla_ms"])[0] for info in infos if info)
     low, high = (f"{ms:.{1 if ms < 10 else 0}f}" for ms in (found[0], found[-1]))
     return low if low == high else f"{low}–{high}"
 
@@ -108,7 +108,7 @@ def _restored(infos: Sequence[_Figures | None]) -> list[str]:
         if info is None:
             cells += ["", ""]
             continue
-        ms = times(info["ours_ms"])[0]
+        ms = parse_interval(info["ours_ms"])[0]
         text = f"{ms:.{1 if ms < 50 else 0}f}"
         is_best = i == 0 and info["speedup"] > 1
         cells += [bold(text) if is_best else text, between(_speedup(info), digits)]
@@ -137,7 +137,9 @@ def _inference(outputs: Sequence[Output]) -> Table:
                 for part in ("prefill", "decode", "chat")
             ]
             sides = ("ours", "vanilla")
-            speeds = " \\| ".join(number(times(info[f"{side}_decode"])[0]) for side in sides)
+            speeds = " \\| ".join(
+                number(parse_interval(info[f"{side}_decode"])[0]) for side in sides
+            )
             peaks = " \\| ".join(f"{info[f'{side}_peak_mib']:.0f}" for side in sides)
             lines.append([label, *parts, speeds, peaks])
     heads = ["model", "prompt", "tokens", "conversations", "tokens/s, ours \\| vanilla"]
@@ -152,8 +154,8 @@ def _plans(outputs: Sequence[Output]) -> Table:
         if model == "model_200m":
             speedup, low, high = _speedup(info)
             unit = "" if lines else " tokens"
-            best = f"{times(info['best_ms'])[0]:.0f} ({info['best_computes']}{unit})"
-            plan = f"{times(info['ours_ms'])[0]:.0f} ({info['plan_computes']})"
+            best = f"{parse_interval(info['best_ms'])[0]:.0f} ({info['best_computes']}{unit})"
+            plan = f"{parse_interval(info['ours_ms'])[0]:.0f} ({info['plan_computes']})"
             over_best = between((1 / speedup, 1 / high, 1 / low), 2)
             alone = [f"{info[f'{part}_alone_ms']:.0f}" for part in ("read", "compute")]
             promised = f"{info['predicted_ms']:.0f}" if "predicted_ms" in info else ""

@@ -230,6 +230,8 @@ def test_modes():
     ]
     runs.append(bench("bench_flash::bench_sparse", {}, sparse_model="random", share=0.6))
     assert made("sparse-speed", document(*runs)) == committed_rows("sparse-speed")
+    with pytest.raises(ValueError, match="one with little"):
+        made("sparse-speed", document(*runs[1:]))
 
 
 def test_levers():
