@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import fork_server
 import pytest
 from soak import scale
 
@@ -73,7 +74,11 @@ def servers(tmp_path_factory, reference_model):
     with contextlib.ExitStack() as stack:
         started = {
             name: stack.enter_context(
-                running([*command, "--model", str(reference_model)], tmp_path_factory.mktemp(name))
+                running(
+                    [*command, "--model", str(reference_model)],
+                    tmp_path_factory.mktemp(name),
+                    fork_server.Process if name == "serve" else subprocess.Popen,
+                )
             )
             for name, command in COMMANDS.items()
         }
@@ -83,7 +88,7 @@ def servers(tmp_path_factory, reference_model):
 
 
 @contextlib.contextmanager
-def running(command, folder):
+def running(command, folder, start):
     (folder / "llmaas.toml").write_text(CONFIG)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -92,7 +97,7 @@ def running(command, folder):
     log, address = folder / "log", f"http://127.0.0.1:{port}"
     with (
         log.open("wb") as output,
-        subprocess.Popen(
+        start(
             [*command, "--port", str(port), *OPTIONS],
             cwd=folder,
             env=environ,

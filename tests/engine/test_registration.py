@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import resource
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -108,7 +109,7 @@ with native(other=Other()), opened(sys.argv[1]) as ctx:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_without_a_native_plugin_the_library_is_not_loaded(model):
-    done = in_a_process(WITHOUT, model)
+    done = in_a_process(WITHOUT, model, start=subprocess.run)  # nothing is imported before
     assert done.returncode == 0, done.stderr[-1000:]
     assert done.stdout == "False False\n"
 

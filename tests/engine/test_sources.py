@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 
 import llama_cpp
@@ -118,7 +119,8 @@ with native(plugin=Claimer(*claims)):
 
 def resident_bytes(*arguments):
     # memory that malloc keeps for later does not belong to the model
-    done = in_a_process(RESIDENT, *arguments, MALLOC_MMAP_THRESHOLD_="65536")
+    environ = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = in_a_process(RESIDENT, *arguments, start=subprocess.run, **environ)
     assert done.returncode == 0, done.stderr[-1000:]
     return int(done.stdout)
 

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from llmaas_plugins.cli.main import main
@@ -24,14 +25,13 @@ def demo(tmp_path):
     environ = dict(os.environ)
 
     def demo(*args):
-        return subprocess.run(
+        return fork_server.run(
             [sys.executable, "-m", "llmaas_plugins.cli.main", "demo", "--tokens", "4", *args],
             cwd=tmp_path,
             env=environ,
             capture_output=True,
             text=True,
             timeout=300,
-            check=False,
         )
 
     return demo
@@ -128,7 +128,7 @@ def test_mistakes_are_one_line_and_code_2(tmp_path, monkeypatch, capsys, options
 @pytest.mark.parametrize("n_children", [1, 2, 5])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopping_it_is_one_line_and_leaves_nothing(tmp_path, n_children, number, status):
-    with subprocess.Popen(
+    with fork_server.Process(
         [sys.executable, "-m", "llmaas_plugins.cli.main", "demo"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,

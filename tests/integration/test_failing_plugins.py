@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 from llama_cpp import Llama
 
@@ -356,13 +356,12 @@ def test_contexts_are_kept_beside_a_plugin_that_always_fails(make, tmp_path):
 )
 def test_llmaas_run_says_it_in_one_line(tmp_path, name, problem):
     (tmp_path / "app.py").write_text("print('the app ran')")
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-m", "llmaas_plugins.cli.main", "run", "--plugins", name, "app.py"],
         env={**os.environ, "PYTHONPATH": str(DIST)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"llmaas: error: plugin '{name}' {problem}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import llama_cpp
 import numpy as np
 from soak import scale
@@ -161,9 +161,12 @@ def n_engines():
     return load_library().lib.llmaas_engine_count()
 
 
-def in_a_process(script, *arguments, **environ):
-    """Run a script that may import this module in a process of its own, because it may crash."""
-    return subprocess.run(
+def in_a_process(script, *arguments, start=fork_server.run, **environ):
+    """Run a script that may import this module in a process of its own, because it may crash.
+
+    The process is forked. With ``start=subprocess.run`` it is an interpreter of its own.
+    """
+    return start(
         [sys.executable, "-c", script, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | environ,
         capture_output=True,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import fork_server
 import pytest
 
 from llmaas_plugins.cli.main import main
@@ -162,7 +163,7 @@ def test_empty_datastore_has_nothing_to_select_from(run, export, tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_adding_that_is_stopped_goes_on(run, command, export, tmp_path, how):
     path = export(range(20), n_turns=8)
-    process = subprocess.Popen(
+    process = fork_server.Process(
         [sys.executable, "-m", "llmaas_plugins.cli.main", *command("add", path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -185,7 +186,7 @@ def test_adding_that_is_stopped_goes_on(run, command, export, tmp_path, how):
 def test_list_may_be_cut_short_by_its_reader(run, command, export):
     run("add", export(range(3)))
     listing = [sys.executable, "-m", "llmaas_plugins.cli.main", *command("inspect")]
-    with subprocess.Popen(listing, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with fork_server.Process(listing, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0

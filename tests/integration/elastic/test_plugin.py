@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import subprocess
 import sys
 
+import fork_server
 import numpy as np
 import pytest
 from flash_apps import run
@@ -215,9 +215,8 @@ from llmaas_plugins import activate
 with activate({"plugins": {"elastic": {}}}):
     Llama(sys.argv[1], n_ctx=64, verbose=False)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, reference_model], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", script, reference_model]
+    done = fork_server.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.count("`llmaas elastic prepare") == 1
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from llmaas_plugins.cli import commands
@@ -108,28 +109,33 @@ def test_a_signal_while_modules_are_imported(name, number, status):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "statuses"),
-    [(("plugins",), {141}), (("doctor", "--json"), {0}), (("demo", "--help"), {0, 141})],
+    ("arguments", "statuses", "start"),
+    [
+        (("plugins",), {141}, subprocess.run),
+        (("doctor", "--json"), {0}, fork_server.run),
+        (("demo", "--help"), {0, 141}, fork_server.run),
+    ],
 )
 @pytest.mark.slow
-def test_a_reader_that_has_seen_enough(arguments, statuses):
+def test_a_reader_that_has_seen_enough(arguments, statuses, start):
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run(
-            [*COMMAND, *arguments], stdout=writer, stderr=subprocess.PIPE, check=False
-        )
+        done = start([*COMMAND, *arguments], stdout=writer, stderr=subprocess.PIPE, check=False)
     finally:
         os.close(writer)
     assert (done.returncode in statuses, done.stderr) == (True, b"")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [("plugins",), ("doctor", "--json")])
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [(("plugins",), subprocess.run), (("doctor", "--json"), fork_server.run)],
+)
 @pytest.mark.slow
-def test_output_on_a_full_disk(arguments):
+def test_output_on_a_full_disk(arguments, start):
     with FULL.open("wb") as full:
-        done = subprocess.run(
+        done = start(
             [*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert done.returncode == 2

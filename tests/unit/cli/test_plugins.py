@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 
+import fork_server
 import pytest
 
 import llmaas_plugins
@@ -95,9 +95,7 @@ def test_every_plugin_broken_and_help_is_there(tmp_path):
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "LLMAAS_PLUGINS": "broken,kv_chunks"}
     command = [sys.executable, "-m", "llmaas_plugins.cli.main"]
     said = {
-        argument: subprocess.run(
-            [*command, argument], env=environ, capture_output=True, text=True, check=False
-        )
+        argument: fork_server.run([*command, argument], env=environ, capture_output=True, text=True)
         for argument in ("--help", "plugins", "doctor")
     }
     assert [done.returncode for done in said.values()] == [0, 0, 1]

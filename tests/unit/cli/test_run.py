@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 
+import fork_server
 import pytest
 
 from llmaas_plugins.cli.main import main
@@ -48,8 +50,8 @@ def python(folder, dist_plugins):
     path = os.pathsep.join(filter(None, sys.path))
     environ = os.environ | {"PYTHONPATH": path, "LLMAAS_PLUGINS": ""}
 
-    def run(*args, **extra):
-        return subprocess.run(
+    def run(*args, start=subprocess.run, **extra):
+        return start(
             [sys.executable, *args],
             cwd=folder,
             env={key: value for key, value in (environ | extra).items() if value is not None},
@@ -64,7 +66,8 @@ def python(folder, dist_plugins):
 
 @pytest.fixture
 def llmaas(python):
-    return lambda *args, **extra: python("-m", "llmaas_plugins.cli.main", *args, **extra)
+    """Run ``llmaas`` in ``folder``, in a forked process unless ``start`` says otherwise."""
+    return functools.partial(python, "-m", "llmaas_plugins.cli.main", start=fork_server.run)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,8 @@ def test_folder_or_archive(llmaas, folder, app):
 
 def test_a_link_runs_from_where_the_script_is(python, llmaas, folder):
     (folder / "package" / "link.py").symlink_to(folder / "probe.py")
-    plain, run = python("package/link.py"), llmaas("run", "package/link.py")
+    plain = python("package/link.py")
+    run = llmaas("run", "package/link.py", start=subprocess.run)
     assert json.loads(run.stdout) == json.loads(plain.stdout)
 
 
@@ -152,7 +156,7 @@ def test_a_signal_is_the_apps_first(folder, dist_plugins, *, handler, number, st
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "llmaas_plugins.cli.main", "run", "wait.py"]
-    with subprocess.Popen(
+    with fork_server.Process(
         command,
         cwd=folder,
         env=environ | {"LLMAAS_PLUGINS": "recorder"},
@@ -195,7 +199,7 @@ def test_plugins_are_shut_down_also_after_a_failure(llmaas, folder):
     (folder / "fail.py").write_text(
         "import atexit, llmaas_test_plugins as p\natexit.register(lambda: print(p.events))\n1 / 0"
     )
-    run = llmaas("run", "--plugins", "recorder", "fail.py")
+    run = llmaas("run", "--plugins", "recorder", "fail.py", start=subprocess.run)
     assert run.stdout == "['construct', 'shutdown']\n"
 
 

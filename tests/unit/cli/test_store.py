@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import fork_server
 import numpy as np
 import pytest
 from kv_stores import (
@@ -143,7 +144,7 @@ sys.stdin.read()
 
 def test_holder_is_named_and_forgotten_when_it_dies(run_store, kv):
     command = [sys.executable, "-c", HOLD, str(kv)]
-    with subprocess.Popen(
+    with fork_server.Process(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout.readline() == "open\n"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import fork_server
 import numpy as np
 import pytest
 from archived import BINDING, N_EMBD, assert_holds, fill, record, record_id
@@ -347,7 +348,7 @@ with Archive.open(Path(sys.argv[1]), writable=True) as archive:
 def test_who_holds_it_is_named_and_forgotten_when_it_dies(store):
     fill(store, RECORDS)
     command = [sys.executable, "-c", HOLD, str(store)]
-    with subprocess.Popen(
+    with fork_server.Process(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout.readline() == "open\n"

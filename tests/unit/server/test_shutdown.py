@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import fork_server
 import pytest
 
 SCRIPT = """
@@ -34,7 +35,7 @@ def start():
         script = SCRIPT.format(
             asks=asks, writing=writing, at_once=at_once, hangs_in_main=hangs_in_main
         )
-        process = subprocess.Popen(
+        process = fork_server.Process(
             [sys.executable, "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-import subprocess
 import sys
 import threading
 import time
 
+import fork_server
 import pytest
 from damages import FOREIGN, ODD, each, overwrite
 
@@ -188,7 +188,7 @@ def test_committed_before_a_kill(folder):
         "log.add(ContextRecord('a', 'mail', n_tokens=5), 9)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, folder], check=False, timeout=60)
+    done = fork_server.run([sys.executable, "-c", script, folder])
     assert done.returncode == -9
     log = ContextLog(folder)
     assert log.get("a", "mail").n_tokens == 5
