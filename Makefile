@@ -98,7 +98,7 @@ docs: $(VENV)/.docs
 # Run all benchmarks, or the file of BENCH=bench_codec.py, and write build/bench/benchmarks.json. LLMAAS_BENCH_QUICK=1 only checks that they work.
 bench: setup
 	mkdir -p build/bench
-	GGML_NO_BACKTRACE=1 $(BIN)/pytest eval/bench/$(BENCH) -o python_files='bench_*.py' -o python_functions='bench_*' --benchmark-only --benchmark-json=build/bench/benchmarks.json
+	GGML_NO_BACKTRACE=1 LLMAAS_BENCH_COMMAND="make bench$(if $(BENCH), BENCH=$(BENCH))" $(BIN)/pytest eval/bench/$(BENCH) -o python_files='bench_*.py' -o python_functions='bench_*' --benchmark-only --benchmark-json=build/bench/benchmarks.json
 
 setup: $(VENV)/.installed $(VENV)/.eval
 

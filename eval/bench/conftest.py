@@ -141,8 +141,12 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def record():
-    """Return the record of this run, which says so if it only checked the benchmarks."""
+    """Return the record of this run, which says so if it only checked the benchmarks.
+
+    ``LLMAAS_BENCH_COMMAND`` replaces the command, for example by that of ``make``.
+    """
     found = about()
+    found["command"] = os.environ.get("LLMAAS_BENCH_COMMAND", found["command"])
     if os.environ.get("LLMAAS_BENCH_QUICK"):
         found["command"] = f"LLMAAS_BENCH_QUICK=1 {found['command']}"
     return found

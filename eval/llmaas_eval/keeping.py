@@ -38,16 +38,13 @@ def makers() -> dict[str, Maker]:
     return {name: make for report in REPORTS for name, make in import_module(report).TABLES.items()}
 
 
-def keep(name: str, paths: Sequence[Path], folder: Path) -> Path:
-    """Make a table of outputs, and write it and how it was measured to ``folder``.
+def keep(name: str, paths: Sequence[Path], path: Path) -> None:
+    """Make a table of outputs, and write it and how it was measured.
 
     Args:
         name: Name of the table.
         paths: JSON files that studies wrote.
-        folder: Folder of the results.
-
-    Returns:
-        The written file; it is replaced atomically.
+        path: File to write; it is replaced atomically.
 
     Raises:
         KeepError: The table is unknown, or the outputs do not have it.
@@ -63,9 +60,7 @@ def keep(name: str, paths: Sequence[Path], folder: Path) -> Path:
         found = ", ".join(map(str, paths))
         problem = f"{error} is missing" if isinstance(error, KeyError) else error
         raise KeepError(f"{name} cannot be made of {found}: {problem}") from error
-    path = folder / f"{name}.json"
     _replace(path, _text(document))
-    return path
 
 
 def kept(table: Table, outputs: Sequence[Output], files: Sequence[str]) -> dict[str, Any]:

@@ -124,12 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _keep(name: str, outputs: Sequence[Path]) -> int:
     from llmaas_eval.keeping import KeepError, keep  # imports all studies, which import this
 
+    path = RESULTS / f"{name}.json"
+    n_before = len(load(name).rows) if path.exists() else 0
     try:
-        path = keep(name, outputs, RESULTS)
+        keep(name, outputs, path)
     except KeepError as error:
         sys.stderr.write(f"results: error: {error}\n")
         return 2
-    sys.stdout.write(f"{path}: {len(load(name).rows)} rows; `make results` writes them to docs\n")
+    sys.stdout.write(
+        f"{path}: {len(load(name).rows)} rows, {n_before} before; `make results` writes the docs\n"
+    )
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import fork_server
 import pytest
+from outputs import made
 
 from llmaas_plugins.cli.main import main
 
@@ -58,6 +59,9 @@ def test_the_packaged_conversations(demo, tmp_path):
     for kind in ("systems", "speedup"):
         assert all(math.isfinite(number) for number in numbers(found[kind]))
     assert len({summary["n_switches"] for summary in found["systems"].values()}) == 1
+    assert " demo --tokens 4 --calls 10 --contexts 3 --json all.json" in found["run"]["command"]
+    assert [row[0].strip("*") for row in made("demo", found)] == SYSTEMS
+    assert [row[0] for row in made("demo-ratios", found)] == list(found["speedup"])
     for name, calls in found["calls"].items():
         assert found["systems"][name]["n_switches"] == sum(c["enter_s"] is not None for c in calls)
         assert all(c["first_token_s"] > 0 and c["leave_s"] >= 0 for c in calls)

@@ -118,6 +118,7 @@ def test_why(made, capsys, monkeypatch, planned, expected):
 def test_for_programs(made, capsys, machine):
     found = report(capsys, made, "--sparsity", "0.9", budget="150 MiB")
     assert found["machine"]["disk"]["read_s"] == 8e-6
+    assert found["run"]["versions"].keys() == {"llama-cpp-python", "llmaas-plugins"}
     assert [row["group_layers"] for row in found["sparse"]] == [2, 2]
     assert all(found["exact"]["read"] > row["read"] > 0 for row in found["sparse"])
     assert [row["group_layers"] for row in found["pipeline"]] == list(

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from outputs import made
 from soak import scale
 
 from llmaas_eval.switching.cli import main
@@ -250,4 +251,7 @@ def test_the_command_writes_calls_table_and_picture(reference_model, tmp_path):
     assert [run["failure"] for run in found["runs"]] == [None] * 2
     assert all(len(run["calls"]) == 6 for run in found["runs"])
     assert "| Swapping |" in (tmp_path / "fig9.md").read_text()
+    assert (found["settings"]["figure"], found["settings"]["disk_mb"]) == ("fig9", None)
+    rows = made("switching-contexts", found, same_columns=False)
+    assert [row[0] for row in rows] == ["LMK", "Swapping"]
     assert (tmp_path / "fig9.png").stat().st_size > 10_000

@@ -8,6 +8,7 @@ from itertools import chain
 import llama_cpp
 import numpy as np
 import pytest
+from outputs import made
 
 from llmaas_eval.window.cli import main
 from llmaas_eval.window.study import WAYS, Reader, cut
@@ -102,6 +103,8 @@ def test_the_command(tmp_path, capsys):
     assert again["against_first"] == [1, 1, 1]
     assert {row["evaluated"] for row in [*moved, unlimited]} == {1}
     assert again["evaluated"] > 1.3
+    (row,) = made("window", found)
+    assert row[:2] == [str(WINDOW), str(found["texts"])]
 
 
 @pytest.mark.parametrize(("tokens", "way_out"), [(220, "raise --tokens"), (900, "lower --tokens")])

@@ -63,7 +63,7 @@ def test_every_result_has_a_maker_or_is_transcribed():
 
 def test_a_kept_output_is_what_the_docs_show(folder, output, capsys):
     assert results.main(["keep", "demo-ratios", str(output)]) == 0
-    assert "demo-ratios.json: 1 rows; `make results`" in capsys.readouterr().out
+    assert "demo-ratios.json: 1 rows, 0 before; `make results`" in capsys.readouterr().out
     assert [path.name for path in folder.iterdir()] == ["demo-ratios.json"]
     found = json.loads((folder / "demo-ratios.json").read_text())
     assert {key: found[key] for key in RECORD} == RECORD
@@ -75,6 +75,7 @@ def test_a_kept_output_is_what_the_docs_show(folder, output, capsys):
     before = (folder / "demo-ratios.json").read_bytes()
     assert results.main(["keep", "demo-ratios", str(output)]) == 0
     assert (folder / "demo-ratios.json").read_bytes() == before
+    assert "1 rows, 1 before" in capsys.readouterr().out
     assert results.rewritten(shown) == shown
 
 
