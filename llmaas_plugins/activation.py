@@ -83,11 +83,18 @@ class Suite:
     def evict(self, context_id: str) -> int:
         """Delete a persistent context's KV cache from every tier; return the bytes freed.
 
+        Nothing is stored of requests that are still open in the context.
+
         Raises:
+            LlmaasError: This thread collects garbage.
             PluginError: A plugin failed. All plugins were called.
         """
-        self.settle()
+        self._installed.prepare_eviction(context_id)
         return self.hooks.kv_evict(context_id)
+
+    def is_collecting(self) -> bool:
+        """Return whether this thread collects garbage, inside of which ``evict`` is refused."""
+        return self._installed.is_collecting()
 
     def deactivate(self) -> None:
         """Revert the patches and close the plugins. Nested activations end with the outermost one.

@@ -192,7 +192,12 @@ class CallQueue(forks.Forked):
 
     @contextmanager
     def _context(self, load: Callable[[], ContextRecord]) -> Iterator[ContextRecord]:
-        """Read the context that a call runs in; after the call, erase it if it was deleted."""
+        """Read the context that a call runs in; after the call, erase it if it was deleted.
+
+        A stream that nobody reads any more may end inside the garbage collector, where no plugin
+        can be called. The deletion has then erased everything unless the call had only just begun;
+        the next service erases the rest.
+        """
         try:
             with self._at_the_engine():
                 self._running = load().id
@@ -202,8 +207,10 @@ class CallQueue(forks.Forked):
             yield record
         finally:
             name, self._running = self._running, None
-            if name is not None and self._log.lacks(name):  # erase KV that the call saved, too
-                self.forget([name])
+            suite = active_suite()
+            may_erase = suite is None or not suite.is_collecting()
+            if name is not None and may_erase and self._log.lacks(name):
+                self.forget([name])  # also KV that the call saved
 
     @contextmanager
     def _at_the_engine(self) -> Iterator[None]:

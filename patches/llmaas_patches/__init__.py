@@ -49,6 +49,20 @@ class Installed:
         for handle in list(self._host.background.pending):
             self._host.background.settle(handle)
 
+    def is_collecting(self) -> bool:
+        """Return whether this thread collects garbage, inside of which no plugin can be called."""
+        return self._host.collecting.here()
+
+    def prepare_eviction(self, context_id: str) -> None:
+        """Let open requests in a context save nothing, and wait until deferred work is done.
+
+        Raises:
+            LlmaasError: This thread collects garbage.
+        """
+        self._host.disown(context_id)
+        self._host.collecting.require_none()
+        self.settle()
+
     def revert(self) -> None:
         """End paused requests, finish deferred work and restore every original; idempotent."""
         self._host.log_buffer.replay()

@@ -37,6 +37,9 @@ class Due(Protocol):
     def is_paused(self) -> bool:
         """Whether the request's generator waits for the app."""
 
+    def disown(self, context_id: str) -> None:
+        """Save nothing if the request runs in this persistent context, which is being deleted."""
+
     def __call__(self) -> None:
         """Do the work."""
 

@@ -79,6 +79,15 @@ class Host:
         for engine in engines:
             engine.end_paused()
 
+    def disown(self, context_id: str) -> None:
+        """Let requests that are still open in a persistent context save nothing at their end.
+
+        Take no lock, because the collector may have interrupted this thread anywhere.
+        """
+        for tracker in list(self.trackers.values()):
+            for end in tuple(tracker.due):
+                end.disown(context_id)
+
     def n_said(self, llama: Llama) -> int:
         """Return the number of tokens in a context, without a draft model's mere proposals."""
         with self._lock:

@@ -232,15 +232,20 @@ class _End:
     ) -> None:
         self.engine, self.clock = engine, clock
         self._host, self._request, self._n_reused = host, request, n_reused
+        self._saves = True
 
     @property
     def is_paused(self) -> bool:
         return self.clock.is_paused
 
+    def disown(self, context_id: str) -> None:
+        if self._request.context_id == context_id:
+            self._saves = False
+
     def __call__(self) -> None:
         hooks, request = self._host.hooks, self._request
         try:
-            if _can_save(self.engine):
+            if self._saves and _can_save(self.engine):
                 hooks.kv_save(request, self.engine.reusable_tokens())
         finally:
             hooks.request_end(request, self.clock.stats(len(request.tokens), self._n_reused))

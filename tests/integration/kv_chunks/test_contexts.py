@@ -112,6 +112,19 @@ def test_deleted_context_does_not_come_back(make, suite):
     llama.close()
 
 
+def test_a_request_that_is_open_in_a_deleted_context_stores_nothing(make, suite):
+    active = suite()
+    llama = make()
+    with serving_context("chat"):
+        generator = llama.generate(CHAT, temp=0.0)
+    next(generator)
+    active.evict("chat")
+    generator.close()
+    found = report(active)
+    assert (found["contexts"], found["chunks"]) == (0, 0)
+    llama.close()
+
+
 def test_contexts_survive_the_process(make, suite):
     expected = {}
     suite()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 
 import pytest
@@ -169,6 +170,20 @@ def test_deleted_under_its_call_leaves_no_cells(start, ending):
                 list(stream)
         found = status()
         assert (found["contexts"], found["chunks"]) == (0, 0)
+
+
+def test_deleted_under_a_stream_that_becomes_garbage(start):
+    """The collector ends the stream where no plugin can erase what the call saved."""
+    with start("kv_chunks") as (service, status):
+        context, other = (service.bind("mail").new_context() for _ in range(2))
+        garbage = [context.stream(" ".join(SUBJECTS), **GREEDY)]
+        next(garbage[0])
+        context.delete()
+        garbage.append(garbage)
+        del garbage
+        gc.collect()
+        other.call(" ".join(TURNS), **GREEDY)  # ends the request of the stream
+        assert status()["contexts"] == 1
 
 
 def test_status_has_the_plugins_report(start):
