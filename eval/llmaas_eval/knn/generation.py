@@ -44,7 +44,7 @@ class Variety(NamedTuple):
 def variety(texts: Sequence[Sequence[int]], history: Sequence[Sequence[int]]) -> Variety:
     """Measure the variety of texts.
 
-    The distinct shares fall with the number of texts, so compare only equally many.
+    Distinct shares fall as texts are added, so compare equal numbers of texts.
     """
     known = {run for text in history for run in _runs(text, _COPIED)}
     loops = [list(_runs(text, _LOOP)) for text in texts]
