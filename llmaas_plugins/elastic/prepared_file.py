@@ -41,8 +41,12 @@ _N_FIELDS_AT = 16
 _Moved = Callable[[str, GGUFTensor, Bytes], Iterable[Bytes]]
 
 
-def write_reordered(source: Path, path: Path, order: Order) -> Iterator[int]:
+def write_reordered(
+    source: Path, path: Path, order: Order, *, takes_blocks_apart: bool = False
+) -> Iterator[int]:
     """Write a model with only its units reordered; yield the numbers of bytes written.
+
+    With ``takes_blocks_apart`` neurons move one by one, and ``ffn_down`` is quantized again.
 
     Raises:
         ConfigError: The source is no model that can be elastic, or the order is impossible.
@@ -50,6 +54,8 @@ def write_reordered(source: Path, path: Path, order: Order) -> Iterator[int]:
     """
     with _Model(source) as model:
         blocks = blocks_in(model.header, source)
+        if takes_blocks_apart:
+            blocks = replace(blocks, granule=1)
         check_order(blocks, order)
         yield from _write(source, path, model.contents([], _reordered(blocks, order)))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError
@@ -43,11 +44,14 @@ class Move:
         rows: Old row at each new place; None if the rows stay.
         pieces: Old piece of a row at each new place, all pieces having the same size; None if they
             stay.
+        requantized: Type whose blocks the reordering takes apart, so that rows are quantized again;
+            None if the bytes of each piece stay.
     """
 
     n_rows: int
     rows: NDArray[np.intp] | None
     pieces: NDArray[np.intp] | None
+    requantized: GGMLQuantizationType | None = None
 
 
 def order_by(blocks: Blocks, scores: Scores) -> Order:
@@ -107,7 +111,9 @@ def move_of(blocks: Blocks, order: Order, name: str, tensor: GGUFTensor) -> Move
         rows, pieces = None, _granules(order.neurons[layer], blocks.granule)
     else:
         return None
-    return Move(tensor.n_columns if is_bias else tensor.n_rows, rows, pieces)
+    is_apart = matrix == "ffn_down" and not is_bias and tensor.block_columns > blocks.granule
+    n_rows = tensor.n_columns if is_bias else tensor.n_rows
+    return Move(n_rows, rows, pieces, tensor.type if is_apart else None)
 
 
 def moved(content: Bytes, move: Move) -> Iterator[Bytes]:
@@ -117,7 +123,10 @@ def moved(content: Bytes, move: Move) -> Iterator[Bytes]:
     for first in range(0, move.n_rows, n_at_once):
         here = slice(first, first + n_at_once)
         rows = old[here] if move.rows is None else old[move.rows[here]]
-        if move.pieces is not None:
+        if move.requantized is not None:
+            values = quants.dequantize(rows, move.requantized)[:, move.pieces]
+            rows = quants.quantize(values, move.requantized)
+        elif move.pieces is not None:
             rows = _in_other_order(rows, move.pieces)
         yield rows.reshape(-1)
 

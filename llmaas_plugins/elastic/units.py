@@ -28,6 +28,7 @@ __all__ = [
     "all_units",
     "blocks_in",
     "blocks_of",
+    "is_q8_0",
     "without_layers",
 ]
 
@@ -156,6 +157,17 @@ def blocks_of(path: Path) -> Blocks:
         StoreError: The file cannot be read.
     """
     return blocks_in(read_header(path), path)
+
+
+def is_q8_0(path: Path) -> bool:
+    """Return whether every ``ffn_down`` of a model is Q8_0, which loses little if requantized.
+
+    Raises:
+        ConfigError: The file is no GGUF.
+        StoreError: The file cannot be read.
+    """
+    tensors = read_header(path).tensors.items()
+    return all(each.type.name == "Q8_0" for name, each in tensors if ".ffn_down.weight" in name)
 
 
 def blocks_in(header: GGUFHeader, path: Path) -> Blocks:

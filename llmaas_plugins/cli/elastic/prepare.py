@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,8 @@ def add_prepare(actions: Any) -> None:
         "Write a copy of a model whose heads and neurons are ordered by importance, with a table "
         "of how many of them each level from 100 % to 20 % uses. In any llama.cpp, the copy "
         "computes the same as the model; `elastic` uses only part of it on request. Give a model "
-        "in F32, F16 or BF16 and quantize it with --quantize: in models that are quantized "
-        "already, neurons can only move in blocks of 32 or 256. LoRA adapters made for the model "
+        "in Q8_0, or in F32, F16 or BF16 and quantize it with --quantize: neurons of other "
+        "quantized models can only move in blocks of 32 or 256. LoRA adapters made for the model "
         "do not fit the written file.",
     )
     parser.add_argument(
@@ -68,18 +69,13 @@ def add_prepare(actions: Any) -> None:
     )
     add_renamed_option(parser, "--quantise", "--quantize")
     parser.add_argument(
-        "--no-search",
-        dest="is_searched",
-        action="store_false",
-        help="write only the table `uniform`: searching each layer's widths evaluates the tokens "
-        "several hundred times",
-    )
-    parser.add_argument(
-        "--compensate",
+        "--keep-blocks",
         action="store_true",
-        help="also fit biases that restore the mean of what a level leaves out; they are kept for "
-        "levels whose predictions they improve",
+        help="move neurons of a Q8_0 model in blocks of 32, as those of other quantized models: "
+        "levels are less accurate, but the file computes exactly what the model computes, and "
+        "`restore` writes the model again (default: ffn_down is quantized to Q8_0 again)",
     )
+    _add_search_options(parser)
     add_calibration_options(parser)
 
 
@@ -103,7 +99,7 @@ def prepare(args: argparse.Namespace) -> int:
     """Write the prepared file of a model."""
     from llmaas_plugins.elastic.prepared_file import check_is_another, write_prepared
     from llmaas_plugins.elastic.reordering import order_by
-    from llmaas_plugins.elastic.units import blocks_of
+    from llmaas_plugins.elastic.units import blocks_of, is_q8_0
     from llmaas_plugins.model.quantize import check_original
 
     blocks = source_blocks(args.model)
@@ -117,12 +113,15 @@ def prepare(args: argparse.Namespace) -> int:
     check_text(args)
     with stoppable("existing files are unchanged; scores that were computed are kept"):
         scores = _scores(args, blocks)
-        order = order_by(blocks, scores)
-        with _ordered(args, target, order) as ordered:
+        is_apart = args.quantize is None and not args.keep_blocks and is_q8_0(args.model)
+        if is_apart:
+            print("ffn_down is quantized again, so that neurons move one by one (--keep-blocks).")
+        order = order_by(replace(blocks, granule=1) if is_apart else blocks, scores)
+        with _ordered(args, target, order, takes_blocks_apart=is_apart) as ordered:
             elastic = tried(args, ordered, _described(blocks_of(ordered), scores))
-            is_quantized = args.quantize is not None
-            source = ordered if is_quantized else args.model
-            writing = write_prepared(source, target, elastic, order, is_ordered=is_quantized)
+            is_ordered = is_apart or args.quantize is not None
+            source = ordered if is_ordered else args.model
+            writing = write_prepared(source, target, elastic, order, is_ordered=is_ordered)
             _write("writing", source, writing)
     size, n_levels = target.stat().st_size / 1e6, len(elastic.levels)
     print(f"{target}: {size:,.0f} MB, {n_levels} levels: `llmaas elastic show {target}`.")
@@ -149,6 +148,22 @@ def restore(args: argparse.Namespace) -> int:
 # -- internals -----------------------------------------------------------------------------------
 
 
+def _add_search_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-search",
+        dest="is_searched",
+        action="store_false",
+        help="write only the table `uniform`: searching each layer's widths evaluates the tokens "
+        "several hundred times",
+    )
+    parser.add_argument(
+        "--compensate",
+        action="store_true",
+        help="also fit biases that restore the mean of what a level leaves out; they are kept for "
+        "levels whose predictions they improve",
+    )
+
+
 def _scores(args: argparse.Namespace, blocks: Blocks) -> Scores:
     from llmaas_plugins.elastic.scores import read_scores, scores_path
 
@@ -170,7 +185,9 @@ def _scores(args: argparse.Namespace, blocks: Blocks) -> Scores:
 
 
 @contextlib.contextmanager
-def _ordered(args: argparse.Namespace, target: Path, order: Order) -> Iterator[Path]:
+def _ordered(
+    args: argparse.Namespace, target: Path, order: Order, *, takes_blocks_apart: bool
+) -> Iterator[Path]:
     """Yield a reordered and possibly quantized copy of the model, deleted afterwards.
 
     Yield the model itself if nothing is evaluated with it before it is written.
@@ -178,12 +195,13 @@ def _ordered(args: argparse.Namespace, target: Path, order: Order) -> Iterator[P
     from llmaas_plugins.elastic.prepared_file import write_reordered
     from llmaas_plugins.model.quantize import quantize
 
-    if not (args.quantize or args.is_searched or args.compensate):
+    if not (args.quantize or takes_blocks_apart or args.is_searched or args.compensate):
         yield args.model
         return
     with folder_beside(target) as folder:
         ordered, quantized = folder / "ordered.gguf", folder / "quantized.gguf"
-        _write("ordering", args.model, write_reordered(args.model, ordered, order))
+        writing = write_reordered(args.model, ordered, order, takes_blocks_apart=takes_blocks_apart)
+        _write("ordering", args.model, writing)
         if args.quantize is None:
             yield ordered
             return

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from llmaas_plugins.cli.elastic import prepare as elastic_prepare
 from llmaas_plugins.cli.elastic import score as elastic_score
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.elastic.metadata import read_elastic
+from llmaas_plugins.elastic.metadata import order_in, read_elastic
 from llmaas_plugins.elastic.scores import read_scores
 from llmaas_plugins.elastic.uniform import anchors_of
 from llmaas_plugins.elastic.units import blocks_of
+from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.model.quantize import WEIGHTS
 
 
@@ -48,7 +50,8 @@ def folder(reference_model, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "torch", None)
         model = f"{folder}/model.gguf"
-        assert main(["elastic", "prepare", model, "--tokens", "256", "--no-search"]) == 0
+        options = "--tokens", "256", "--no-search", "--keep-blocks"
+        assert main(["elastic", "prepare", model, *options]) == 0
     return folder
 
 
@@ -79,6 +82,21 @@ def test_prepare_shows_what_it_made_and_restore_undoes_it(folder, elastic):
     code, printed = elastic("restore", folder / "model.elastic.gguf", "-o", folder / "again.gguf")
     assert "identical to the source" in printed
     assert (folder / "again.gguf").read_bytes() == (folder / "model.gguf").read_bytes()
+
+
+def test_neurons_of_q8_0_move_one_by_one(folder, elastic, tmp_path):
+    model, path = folder / "model.gguf", tmp_path / "single.gguf"
+    code, printed = elastic("prepare", model, "-o", path, "--no-search")
+    assert (code, "--keep-blocks" in printed) == (0, True)
+    found = read_elastic(path)
+    assert (found.source, found.step) == (None, 32)
+    neurons = order_in(read_header(path), replace(found.blocks, granule=1)).neurons
+    scores = read_scores(folder / "model.scores.npz", blocks_of(model), model).neurons
+    assert (np.diff(np.take_along_axis(scores, neurons.astype(int), axis=1)) <= 0).all()
+    expected = logits_of(model)
+    assert np.abs(logits_of(path) - expected).max() < 0.05 * expected.std()
+    code, printed = elastic("restore", path, "-o", tmp_path / "again.gguf")
+    assert (code, "was quantized when it was prepared" in printed) == (2, True)
 
 
 def test_what_was_prepared_says_in_vanilla_what_the_model_says(folder):
