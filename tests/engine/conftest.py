@@ -1,4 +1,4 @@
-"""Tiny models of every family in every weight type, and an engine on one of them."""
+"""Tiny models of every family in every weight type, an engine on one of them, and channel files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 
 import pytest
 from batches import CONTEXT
+from channel_claims import calibrated
 from claiming import Claimer, created, loaded, native
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.families import write_family, write_lora
+from llmaas_patches.native.packing import model_tensors
+from llmaas_plugins.flash_weights.channels import open_channels, write_channels
 from llmaas_plugins.model.quantize import quantize
 
 
@@ -61,3 +64,22 @@ def native_context(family):
         created(model, **CONTEXT) as ctx,
     ):
         yield ctx, plugin.contexts[0]
+
+
+@pytest.fixture(scope="session")
+def channels(reference_model, tmp_path_factory):
+    """Return the reference model's channel file, by layers in a group; each is written once."""
+    folder = tmp_path_factory.mktemp("channels")
+
+    def find(group_layers):
+        path, tensors = folder / f"{group_layers}.channels", model_tensors(reference_model)
+        if not path.exists():
+            calibration = calibrated(tensors)
+            list(
+                write_channels(
+                    reference_model, path, tensors, calibration, group_layers=group_layers
+                )
+            )
+        return open_channels(path, reference_model, tensors)
+
+    return find

@@ -1,62 +1,41 @@
-"""Sparse products: tokens read the channels that matter to them, from memory or from the file."""
+"""Sparse products: tokens read the channels that matter to them, and other claims are refused."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-import re
 import shutil
 
 import llama_cpp
 import numpy as np
 import pytest
-from claiming import Claimer, created, decode, evaluate, loaded, native, opened, step, vanilla
+from channel_claims import (
+    ARENA,
+    TOKENS,
+    at,
+    attach,
+    calibrated,
+    claim_all,
+    divergence,
+    one_by_one,
+    operands,
+    sparse,
+)
+from claiming import Claimer, created, evaluate, loaded, native, opened, step, vanilla
 from gguf import GGMLQuantizationType
 from masked_llama import MaskedLlama
-from packed_models import pack
-from unreadable import unreadable
 
 from llmaas_hooks import (
-    ChannelColumns,
-    ChannelOperand,
     ConfigError,
     FileStamp,
     StoreError,
     WeightClaim,
 )
 from llmaas_patches.native.packing import model_tensors
-from llmaas_plugins.flash_weights.calibration import Activity
-from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import (
-    SPARSITIES,
     open_channels,
-    open_scales,
     write_channels,
 )
-from llmaas_plugins.flash_weights.operands import FAMILIES
-from llmaas_plugins.flash_weights.packed import streamable
-
-ARENA = 8 << 20
-TOKENS = [1, 400, 401, 402, 403, 404, 300, 200, 100, 50, 60, 70, 80]
-
-
-@pytest.fixture(scope="module")
-def channels(reference_model, tmp_path_factory):
-    """Return the reference model's channel file, by layers in a group; each is written once."""
-    folder = tmp_path_factory.mktemp("channels")
-
-    def find(group_layers):
-        path, tensors = folder / f"{group_layers}.channels", model_tensors(reference_model)
-        if not path.exists():
-            calibration = _calibration(tensors)
-            list(
-                write_channels(
-                    reference_model, path, tensors, calibration, group_layers=group_layers
-                )
-            )
-        return open_channels(path, reference_model, tensors)
-
-    return find
 
 
 @pytest.fixture(scope="module")
@@ -70,76 +49,8 @@ def q4_k_m(reference_model, tmp_path_factory):
     )
     assert quantized == 0
     tensors, file = model_tensors(path), path.with_suffix(".channels")
-    list(write_channels(path, file, tensors, _calibration(tensors)))
+    list(write_channels(path, file, tensors, calibrated(tensors)))
     return path, open_channels(file, path, tensors)
-
-
-def _calibration(tensors):
-    """Return a calibration with thresholds that are never reached, and random channel orders."""
-    rng = np.random.default_rng(5)
-    quantiles = np.linspace(1, 2, len(SPARSITIES), dtype=np.float32)
-    return {
-        operand: Activity(quantiles, rng.random(operand.n_channels, np.float32))
-        for operand in channel_operands(tensors)
-    }
-
-
-def operands(file, *, threshold=None, share=None, by_layer=False, cache="recent"):
-    """Return a channel file's operands; a threshold or a share selects the values that are used."""
-    with open_scales(file) as read_scales:
-        for number, found in enumerate(file.operands.values()):
-            yield ChannelOperand(
-                pool=number if by_layer else list(FAMILIES).index(found.operand.family),
-                n_bytes=found.n_bytes,
-                offset=found.first,
-                stride=found.stride,
-                order=found.order.astype(np.uint32),
-                cache=cache,
-                threshold=threshold or 0.0,
-                n_top=round(share * found.operand.n_channels) if share is not None else 0,
-                columns=tuple(
-                    ChannelColumns(piece.name, piece.n_bits, piece.offset, *read_scales(piece))
-                    for piece in found.pieces
-                ),
-            )
-
-
-def claim_all(path):
-    """Claim the matrices that graphs multiply with."""
-    names = [name for name in streamable(model_tensors(path)) if name != "token_embd.weight"]
-    return WeightClaim("|".join(map(re.escape, names)), source="file")
-
-
-def at(file):
-    return str(file.path), file.stamp
-
-
-def attach(plugin, file, kept=1 << 30, **selection):
-    for context in plugin.contexts:
-        context.sparse_tokens = True
-    weights = plugin.contexts[0].file_weights()
-    for operand in operands(file, **selection):
-        weights.add_operand(*at(file), operand)
-    weights.set_memory(kept, ARENA)
-    return weights
-
-
-def one_by_one(ctx, tokens=TOKENS, start=0):
-    return np.concatenate([step(ctx, [token], start + i) for i, token in enumerate(tokens)])
-
-
-def sparse(path, file, kept=1 << 30, **selection):
-    """Return the logits of tokens that are evaluated one by one with sparse products."""
-    plugin = Claimer(claim_all(path))
-    with native(plugin=plugin), opened(path, use_extra_bufts=False) as ctx:
-        attach(plugin, file, kept, **selection)
-        return one_by_one(ctx)
-
-
-def divergence(expected, found):
-    """Return the mean Kullback-Leibler divergence of next-token distributions, in nats."""
-    p, q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in (expected, found))
-    return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
 def largest(share):
@@ -190,80 +101,6 @@ def test_values_from_a_threshold_on(reference_model, channels, threshold):
     found = sparse(reference_model, channels(1), threshold=threshold)
     assert divergence(expected, found) < 0.03
     assert divergence(dense, found) > 3 * divergence(expected, found)
-
-
-CACHES = {
-    "shared": {},
-    "by layer": {"by_layer": True},
-    "busiest": {"cache": "busiest"},
-    "streamed": {"cache": "streamed"},
-}
-
-
-@pytest.mark.parametrize(
-    ("group_layers", "cache"),
-    [(1, cache) for cache in CACHES] + [(3, "shared"), (3, "busiest")],
-)
-def test_where_channels_are_does_not_matter(reference_model, channels, group_layers, cache):
-    expected = sparse(reference_model, channels(1), share=0.5)
-    for kept in (0, 3 << 20):
-        found = sparse(reference_model, channels(group_layers), kept, share=0.5, **CACHES[cache])
-        assert np.array_equal(found, expected)
-
-
-def test_the_first_channels_of_the_file_stay(reference_model, channels):
-    """Once the first channels are kept, others are read and forgotten again and again."""
-    plugin = Claimer(claim_all(reference_model))
-    with native(plugin=plugin), opened(reference_model) as ctx:
-        weights, reads = attach(plugin, channels(1), 3 << 20, share=1, cache="busiest"), []
-        for i in range(6):
-            before = weights.stats()["channel_hits"]
-            step(ctx, [TOKENS[i]], i)
-            reads.append(weights.stats()["channel_hits"] - before)
-        assert reads[0] == 0
-        assert len(set(reads[2:])) == 1
-        n_channels = 8 * (3 * 256 + 768)
-        assert reads[-1] == pytest.approx(n_channels / 2, rel=0.1)
-
-
-def test_memory_may_change_between_tokens(reference_model, channels):
-    expected = sparse(reference_model, channels(1), share=0.5)
-    plugin = Claimer(claim_all(reference_model))
-    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
-        weights, rows = attach(plugin, channels(1), share=0.5), []
-        for i, token in enumerate(TOKENS):
-            kept = (i * 7919) % 13 * (1 << 19)
-            weights.set_memory(kept, ARENA)
-            rows.append(step(ctx, [token], i))
-            assert weights.stats()["kept_bytes"] <= kept
-        assert np.array_equal(np.concatenate(rows), expected)
-
-
-@pytest.mark.parametrize("cache", ["recent", "streamed"])
-def test_reads_may_change_between_tokens(reference_model, channels, cache):
-    expected = sparse(reference_model, channels(1), share=0.5)
-    plugin, gaps = Claimer(claim_all(reference_model)), (None, 0, 1 << 20)
-    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
-        weights, rows = attach(plugin, channels(1), 1 << 20, share=0.5, cache=cache), []
-        for i, token in enumerate(TOKENS):
-            weights.set_reading(
-                queue_depth=(i * 97) % 257, read_size=4096 << i, read_gap=gaps[i % 3]
-            )
-            rows.append(step(ctx, [token], i))
-        assert np.array_equal(np.concatenate(rows), expected)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"queue_depth": 257}, {"read_size": 5000}, {"read_size": 32 << 20}], ids=str
-)
-def test_reads_that_are_not_possible(reference_model, wrong):
-    plugin = Claimer(claim_all(reference_model))
-    with (
-        native(plugin=plugin),
-        opened(reference_model),
-        pytest.raises(ValueError, match="not possible"),
-    ):
-        plugin.contexts[0].file_weights().set_reading(**wrong)
 
 
 def test_several_threads_make_no_difference(reference_model, channels):
@@ -337,61 +174,6 @@ def _is_of_ffn(operand):
     return "ffn" in operand.columns[0].weight
 
 
-def test_nothing_is_read_once_all_channels_are_in_memory(reference_model, channels):
-    plugin = Claimer(claim_all(reference_model))
-    with native(plugin=plugin), opened(reference_model) as ctx:
-        weights = attach(plugin, channels(1), share=1)
-        assert weights.stats()["passing_bytes"] > 0
-        one_by_one(ctx, TOKENS[:2])
-        before = weights.stats()
-        assert before["kept_bytes"] == before["bytes"]
-        step(ctx, [5], 2)
-        after = weights.stats()
-        assert after["read_bytes"] == before["read_bytes"]
-        assert after["channel_misses"] == before["channel_misses"]
-        assert after["channel_hits"] > before["channel_hits"]
-
-
-def test_hot_channels_stay(reference_model, channels):
-    """With memory for half of the channels, more than half of the used channels are in memory."""
-    plugin = Claimer(claim_all(reference_model))
-    with native(plugin=plugin), opened(reference_model) as ctx:
-        weights = attach(plugin, channels(1), 3 << 20, share=0.3)
-        one_by_one(ctx, [TOKENS[i % 13] for i in range(60)])
-        before = weights.stats()
-        one_by_one(ctx, TOKENS, 60)
-        after = weights.stats()
-        hits, misses = (after[name] - before[name] for name in ("channel_hits", "channel_misses"))
-        assert hits > 1.5 * misses
-
-
-def test_contexts_of_a_model_share_its_channels(reference_model, channels):
-    expected = sparse(reference_model, channels(1), share=0.5)
-    plugin = Claimer(claim_all(reference_model))
-    with (
-        native(plugin=plugin),
-        loaded(reference_model, use_extra_bufts=False) as model,
-        created(model) as one,
-        created(model) as two,
-    ):
-        attach(plugin, channels(1), 2 << 20, share=0.5)
-        for i, token in enumerate(TOKENS):
-            for ctx in (one, two):
-                assert np.array_equal(step(ctx, [token], i)[0], expected[i])
-
-
-def test_channels_that_cannot_be_read_fail_the_batch(reference_model, channels, tmp_path):
-    file, path = channels(1), tmp_path / "cut.channels"
-    path.write_bytes(file.path.read_bytes())
-    expected = sparse(reference_model, file, share=0.5)
-    plugin = Claimer(claim_all(reference_model))
-    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
-        attach(plugin, file._replace(path=path, stamp=FileStamp.at(path)), 2 << 20, share=0.5)
-        with unreadable(path):
-            assert decode(ctx, [1], 0) != 0
-        assert np.array_equal(one_by_one(ctx), expected)
-
-
 WRONG = {
     "streamed, and not side by side": {"cache": "streamed", "stride": 4096},
     "an order that is none": {"order": np.zeros(256, np.uint32)},
@@ -462,26 +244,3 @@ def test_scales_that_do_not_go_with_their_columns_are_refused(reference_model, c
         weights = plugin.contexts[0].file_weights()
         with pytest.raises(ConfigError, match="has another shape"):
             weights.add_operand(*at(channels(1)), dataclasses.replace(operand, columns=(columns,)))
-
-
-@pytest.mark.parametrize("cache", ["recent", "busiest", "streamed"])
-def test_experts_and_channels_share_the_memory(family, tmp_path, cache):
-    path, file = family("llama-moe", "F16"), tmp_path / "model.channels"
-    tensors = model_tensors(path)
-    list(write_channels(path, file, tensors, _calibration(tensors)))
-    found = []
-    for share in (1, 0.6, 0.3):
-        claim = dataclasses.replace(claim_all(path), path=str(pack(path)))
-        plugin = Claimer(claim)
-        with native(plugin=plugin), opened(path) as ctx:
-            weights = attach(plugin, open_channels(file, path, tensors), share=0.5, cache=cache)
-            stats = weights.stats()
-            assert stats["least_bytes"] > 0
-            assert stats["operands"] > 0
-            kept = int(share * stats["bytes"])
-            weights.set_memory(kept, ARENA)
-            weights.set_reading(queue_depth=5, read_size=8192 if share < 0.5 else 0)
-            found.append(one_by_one(ctx, range(5, 25)))
-            assert weights.stats()["kept_bytes"] <= max(kept, stats["least_bytes"])
-    assert np.array_equal(found[0], found[1])
-    assert np.array_equal(found[0], found[2])

@@ -8,6 +8,7 @@ import logging
 import os
 import sqlite3
 
+import damages
 import llama_cpp
 import numpy as np
 import pytest
@@ -99,11 +100,7 @@ def edit(kv, statement, *values):
 def flip(kv, i):
     """Flip a bit in the middle of chunk ``i``."""
     _, offset, size = row(kv, i)
-    with (kv / "chunks.slab").open("r+b") as file:
-        file.seek(offset + size // 2)
-        (byte,) = file.read(1)
-        file.seek(offset + size // 2)
-        file.write(bytes([byte ^ 4]))
+    damages.flip(kv / "chunks.slab", offset + size // 2)
 
 
 def forge(kv, i):
@@ -114,9 +111,7 @@ def forge(kv, i):
     blob_init(geometry, blob, range(16))
     bound = chunk_bound(geometry, Codec.RAW, 16)
     size = chunk_encode(geometry, Codec.RAW, blob, 16, 0, 16, key, memoryview(out)[:bound])
-    with (kv / "chunks.slab").open("r+b") as file:
-        file.seek(offset)
-        file.write(out[: page_round(size)])
+    damages.overwrite(kv / "chunks.slab", offset, out[: page_round(size)])
     edit(kv, "UPDATE chunks SET size = ? WHERE key = ?", size, key)
 
 

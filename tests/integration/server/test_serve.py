@@ -9,12 +9,10 @@ import socket
 import subprocess
 import threading
 
-import fork_server
 import pytest
-from served import ENGINE, LLMAAS, drain, serving
+from served import ENGINE, drain, serving
 
 from llmaas_hooks import LimitError, LlmaasError
-from llmaas_plugins.cli.main import main
 from llmaas_plugins.server.client import LLMClient
 
 openai = pytest.importorskip("openai")
@@ -344,56 +342,6 @@ def test_sigterm_ends_it_cleanly_and_contexts_are_there_again(private):
         assert "Traceback" not in again.log()
 
 
-# -- mistakes --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def refused(tmp_path, monkeypatch, capsys):
-    """Return a function that serves with refused options and returns the last output line."""
-    monkeypatch.chdir(tmp_path)
-
-    def refused(*options):
-        try:
-            code = main(["serve", *options])
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        assert (code, said.out) == (2, "")
-        assert "Traceback" not in said.err
-        return said.err.splitlines()[-1]
-
-    return refused
-
-
-def test_a_model_that_is_none(refused, tmp_path):
-    (tmp_path / "app.py").write_text("print('hello')")
-    message = refused("--model", "app.py", "--port", "0")
-    assert message.startswith("llmaas: error: cannot load model app.py: Failed to load model")
-
-
-def test_a_socket_directory_that_others_can_enter(refused, tmp_path):
-    directory = tmp_path / "open"
-    directory.mkdir()
-    directory.chmod(0o710)
-    message = refused("--toy", "--uds", "open/service.sock")
-    assert message.startswith(f"llmaas: error: other users can enter {directory}.")
-    assert f"mkdir -m 700 {directory}/llmaas" in message
-    assert list(directory.iterdir()) == []
-
-
-def test_contexts_that_cannot_be_used(refused, tmp_path):
-    (tmp_path / "llmaas.toml").write_text('[service]\nstate_dir = "state"')
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "contexts.sqlite").write_text("not a database, but longer than nothing")
-    message = refused("--toy", "--config", "llmaas.toml")
-    assert "state/contexts.sqlite: file is not a database" in message
-
-
-def test_another_model_configuration(refused, monkeypatch):
-    monkeypatch.setenv("CONFIG_FILE", "models.json")
-    assert "CONFIG_FILE is set, but `llmaas serve` does not read it" in refused("--toy")
-
-
 def test_a_port_that_is_taken_and_a_state_folder_in_use(refused, server):
     message = refused("--toy", "--port", str(server.port))
     assert f"port {server.port}: Address already in use" in message
@@ -401,32 +349,3 @@ def test_a_port_that_is_taken_and_a_state_folder_in_use(refused, server):
     (server.folder / "same.toml").write_text(same)
     message = refused("--toy", "--port", "0", "--config", str(server.folder / "same.toml"))
     assert message.startswith(f"llmaas: error: another service uses {server.folder}/state.")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "no model is given. Use --model FILE, or --toy"),
-        (["--toy", "--model", "x.gguf"], "both --model and --toy are given"),
-        (["--toy", "--port", "99999"], "--port must be from 0 to 65535"),
-        (["--toy", "--ssl_certfile", "none"], "cannot use --ssl_certfile none"),
-        (["--toy", "--cache", "True"], "--cache would let apps learn from response times"),
-        (["--model", "none.gguf"], "no such model: none.gguf"),
-        (["--toy", "--n_ctx", "-5"], "n_ctx"),
-        (["--n_context", "5"], "error: unrecognized arguments: --n_context 5. `llmaas serve --ser"),
-    ],
-)
-def test_mistakes(refused, options, message):
-    assert message in refused(*options)
-
-
-def test_a_misspelled_option_takes_one_line():
-    done = fork_server.run([*LLMAAS, "serve", "--modle", "x"], capture_output=True, text=True)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-
-
-def test_server_help():
-    done = fork_server.run(
-        [*LLMAAS, "serve", "--server-help"], capture_output=True, text=True, check=True
-    )
-    assert "--n_gpu_layers" in done.stdout
