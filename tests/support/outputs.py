@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from llmaas_eval.keeping import kept, makers
 from llmaas_eval.results import about, load
@@ -24,3 +25,22 @@ def made(name, *documents, same_columns=True):
 def committed_rows(name):
     """Return the rows of a committed result."""
     return [list(row) for row in load(name).rows]
+
+
+def figure(name, rows):
+    return {"settings": {"figure": name}, "rows": rows}
+
+
+def numbers(cell):
+    """Return a cell's numbers."""
+    cell = cell.replace("−", "-").replace(",", "")
+    return [float(each) for each in re.findall(r"[-+]?\d[\d.]*", cell)]
+
+
+def form(cell):
+    """Return a cell with each number replaced by how many digits follow its point."""
+    return re.sub(r"[+−]?\d[\d,]*(?:\.(\d+))?", lambda found: f"#{len(found[1] or '')}", cell)
+
+
+def forms(rows):
+    return [[form(cell) for cell in row] for row in rows]

@@ -8,9 +8,12 @@ import json
 import subprocess
 import sys
 import tarfile
+import types
 
+import fork_server
 import pytest
 
+from llmaas_eval.peer_tests import runs
 from llmaas_eval.peer_tests.__main__ import main
 from llmaas_eval.peer_tests.compare import as_table, problems
 from llmaas_eval.peer_tests.runs import MODES, Outcome, Run, read_record, run_tests
@@ -90,9 +93,11 @@ def test_a_damaged_archive_is_refused(tmp_path, damage):
         extract(path, "0.3.36", tmp_path / "to")
 
 
-def test_the_command_says_what_it_cannot_use(tmp_path, capsys):
-    assert main(["--sdist", str(tmp_path / "none.tar.gz")]) == 2
-    assert "none.tar.gz is not a readable sdist" in capsys.readouterr().err
+def test_the_command_says_what_it_cannot_use(tmp_path):
+    command = [sys.executable, "-m", "llmaas_eval.peer_tests", "--sdist", tmp_path / "none.tar.gz"]
+    done = fork_server.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "none.tar.gz is not a readable sdist" in done.stderr
 
 
 # -- comparing --------------------------------------------------------------------------------
@@ -193,6 +198,13 @@ def test_download():
 """
 
 
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch):
+    """Start the processes that run tests with their imports."""
+    forking = types.SimpleNamespace(**vars(subprocess) | {"run": fork_server.run})
+    monkeypatch.setattr(runs, "subprocess", forking)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Return the folder for tests that use no model."""
@@ -240,14 +252,7 @@ def test_the_whole_command(tmp_path):
 
     top = f"llama_cpp_python-{importlib.metadata.version('llama-cpp-python')}"
     sdist = pack(tmp_path, {f"{top}/tests/test_small.py": TESTS.encode()})
-    command = [sys.executable, "-m", "llmaas_eval.peer_tests"]
-    done = subprocess.run(
-        [*command, "--sdist", sdist, "--json", tmp_path / "report.json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
+    assert main(["--sdist", str(sdist), "--json", str(tmp_path / "report.json")]) == 1
     report = json.loads((tmp_path / "report.json").read_text())
     kinds = [f"{k}{e}" for k in ("transformer", "recurrent", "hybrid") for e in ("", "-split")]
     suite_is_on = [mode for mode, plugins in MODES.items() if plugins is not None]
