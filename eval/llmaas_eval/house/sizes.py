@@ -2,8 +2,8 @@
 
     python -m llmaas_eval.house.sizes
 
-The Python and C files of the packages are checked; C tests may be longer. Each finding is one line;
-the status is 1 if there are any.
+The Python and C files of the packages and tests are checked, but C tests may be longer. Each
+finding is one line; the status is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 __all__ = ["functions", "main", "too_long"]
 
 FILE_LINES, FUNCTION_LINES = 400, 50
-ROOTS = ("hooks", "patches", "llmaas_plugins", "native", "eval")
+ROOTS = ("hooks", "patches", "llmaas_plugins", "native", "eval", "tests", "conftest.py")
 _C_NAME = re.compile(r"(\w+)\s*\(")
 
 
 def main() -> int:
-    """Print the findings in the packages; return the exit status."""
+    """Print the findings; return the exit status."""
     found = [finding for path in _tracked() for finding in too_long(path)]
     sys.stdout.writelines(f"{finding}\n" for finding in found)
     return 1 if found else 0
