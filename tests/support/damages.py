@@ -105,3 +105,9 @@ def flip_at_random(path, seed, n, *, first=0):
     used = first + np.flatnonzero(np.fromfile(path, np.uint8)[first:])
     for at in np.random.default_rng(seed).choice(used, n, replace=False):
         flip(path, int(at))
+
+
+def files(directory, *, but=()):
+    """Return the content of each file in a folder, to tell whether any has changed."""
+    paths = (path for path in directory.iterdir() if path.name not in but and path.is_file())
+    return {path.name: path.read_bytes() for path in paths}

@@ -10,7 +10,7 @@ import sys
 import fork_server
 import numpy as np
 import stored_chunks
-from damages import overwrite
+from damages import files, overwrite
 from stored_chunks import payload
 
 from llmaas_plugins._native import Budget, KVGeometry
@@ -121,11 +121,6 @@ def edit(directory, *statements):
         db.execute(*statement) if isinstance(statement, tuple) else db.execute(statement)
     db.commit()
     db.close()
-
-
-def files(directory, *, but=()):
-    """Return the content of each file in a folder."""
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name not in but}
 
 
 def on_disk(directory):

@@ -7,6 +7,7 @@ import json
 import shutil
 
 import pytest
+from damages import flip
 from flash_models import tensors_of
 from gguf import GGMLQuantizationType
 
@@ -46,14 +47,6 @@ def run(capsys, *command):
     capsys.readouterr()
     status = main(["flash", *map(str, command)])
     return status, *capsys.readouterr()
-
-
-def flip(path, at):
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_both_files_are_made_and_nothing_else(made, capsys):

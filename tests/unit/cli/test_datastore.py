@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from archived import BINDING, assert_holds, fill, record, record_id, select
+from damages import files, overwrite
 
 from llmaas_plugins.chats.exports import Message, load_conversations
 from llmaas_plugins.cli.main import main
@@ -51,19 +52,12 @@ def run(capsys, store):
     return run
 
 
-def files(store):
-    return {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()}
-
-
 def damage_segment(store):
-    with (store / "000000.0.segment").open("r+b") as file:
-        file.write(b"?")
+    overwrite(store / "000000.0.segment", 0, b"?")
 
 
 def damage_selected(store):
-    with (store / "datastore.knn").open("r+b") as file:
-        file.seek(20)
-        file.write(b"\xff\xff")
+    overwrite(store / "datastore.knn", 20, b"\xff\xff")
 
 
 # -- stats --------------------------------------------------------------------------------------

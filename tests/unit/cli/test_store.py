@@ -11,6 +11,7 @@ import threading
 import fork_server
 import numpy as np
 import pytest
+from damages import files
 from kv_stores import (
     GEOM,
     OTHER_MODEL,
@@ -20,7 +21,6 @@ from kv_stores import (
     C,
     damage_chunk,
     edit,
-    files,
     n_loaded,
     on_disk,
     open_store,

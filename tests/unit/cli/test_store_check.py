@@ -5,18 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from damages import FOREIGN, LINKS, ODD, each, each_told
-from kv_stores import (
-    ROOT,
-    A,
-    B,
-    damage_chunk,
-    edit,
-    files,
-    n_loaded,
-    open_store,
-    save,
-)
+from damages import FOREIGN, LINKS, ODD, each, each_told, files
+from kv_stores import ROOT, A, B, damage_chunk, edit, n_loaded, open_store, save
 
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain

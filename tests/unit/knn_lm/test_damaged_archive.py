@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from archived import BINDING, assert_holds, fill, record, record_id
-from damages import FOREIGN, LINKS, ODD, cuts, each, each_told, flip, flips, overwrite
-from kv_stores import files
+from damages import FOREIGN, LINKS, ODD, cuts, each, each_told, files, flip, flips, overwrite
 
 from llmaas_hooks import StoreError
 from llmaas_plugins._native import crc32c

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from damages import overwrite
 from page_stores import ROOT, load, save, text
 
 from llmaas_hooks import StoreError
@@ -68,9 +69,8 @@ def test_damaged_chunk_ends_what_is_loaded(open_store, tmp_path):
     save(store, tokens)
     store = open_store(ram=20, disk=50)
     path, _ = store.match(ROOT, tokens)
-    with (tmp_path / "kv/chunks.slab").open("r+b") as file:
-        file.seek(store._residency.disk.file_offset(path[3].disk) + path[3].size // 2)
-        file.write(b"\xff\x00\xff\x00")
+    middle = store._residency.disk.file_offset(path[3].disk) + path[3].size // 2
+    overwrite(tmp_path / "kv/chunks.slab", middle, b"\xff\x00\xff\x00")
     assert load(store, tokens) == 48
     assert store.stats()["faults"] == 1
     path, n_tokens = store.match(ROOT, tokens)

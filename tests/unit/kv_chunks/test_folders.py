@@ -9,19 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from damages import LINKS, ODD, each
-from kv_stores import (
-    BUDGET,
-    FILES,
-    OPEN,
-    A,
-    assert_works,
-    files,
-    load,
-    open_store,
-    run,
-    save,
-)
+from damages import LINKS, ODD, each, files
+from kv_stores import BUDGET, FILES, OPEN, A, assert_works, load, open_store, run, save
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore

@@ -9,20 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damages import files
 from forking import in_child
-from kv_stores import (
-    BUDGET,
-    OPEN,
-    ROOT,
-    A,
-    B,
-    assert_works,
-    files,
-    load,
-    open_store,
-    run,
-    save,
-)
+from kv_stores import BUDGET, OPEN, ROOT, A, B, assert_works, load, open_store, run, save
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.kv_chunks.maintenance.snapshot import read_snapshot

@@ -6,8 +6,8 @@ import sqlite3
 import struct
 
 import pytest
-from damages import overwrite
-from kv_stores import edit, files, open_store
+from damages import files, overwrite
+from kv_stores import edit, open_store
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.kv_chunks.store.store_format import FORMAT
