@@ -137,7 +137,8 @@ def pytest_terminal_summary(terminalreporter, config):
     document = record() | {"benchmarks": [bench.as_dict() for bench in session.benchmarks]}
     terminalreporter.section("tables")
     for module in (elastic, engine, flash_weights, knn_lm, kv_chunks):
-        terminalreporter.write(f"{as_markdown(module.TABLES, [document])}\n")
+        if tables := as_markdown(module.TABLES, [document]):
+            terminalreporter.write(f"{tables}\n\n")
 
 
 def record():
