@@ -19,6 +19,7 @@ import gc
 import json
 import sys
 import traceback
+import warnings
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -63,6 +64,7 @@ def live(life, n_rounds, note):
 
 
 def main():
+    warnings.simplefilter("ignore")  # of forks in a process with threads
     first, n_seeds, n_rounds = map(int, sys.argv[1:4])
     folder, plugins, model = Path(sys.argv[4]), json.loads(sys.argv[5]), sys.argv[6]
     if "kv_chunks" in plugins:

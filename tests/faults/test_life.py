@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 from datastores import built
 from elastic_models import shuffled
@@ -16,8 +16,7 @@ from soak import scale
 
 N_PARTS = scale(1, 20)
 N_SEEDS, N_ROUNDS = scale(1, 2), scale(25, 50)
-DRIVER = Path(__file__).parent / "life_driver.py"
-SUPPORT = DRIVER.parents[1] / "support"
+HERE = Path(__file__).parent
 LOSSLESS = {"codec": "lossless"}
 KNN = {"k": 16, "look_back": 12, "drafts": True}
 STREAMED = {"memory_budget": "1 MiB", "arena": "1 MiB"}
@@ -68,12 +67,12 @@ def test_contexts_that_come_and_go_at_any_moment(
     table = json.loads(json.dumps(PLUGINS[plugins]))
     if "knn_lm" in table:
         table["knn_lm"]["store"] = str(store)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", DRIVER, *numbers, tmp_path, json.dumps(table), model],
+    done = fork_server.run(
+        [sys.executable, "-m", "life_driver", *numbers, tmp_path, json.dumps(table), model],
         capture_output=True,
         text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(SUPPORT)},
+        timeout=None,
+        env=os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent / 'support'}"},
     )
     last = (tmp_path / "operation").read_text()
     told = f"{last}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

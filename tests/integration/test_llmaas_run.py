@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 
+import fork_server
 import pytest
 
 openai = pytest.importorskip("openai")
@@ -45,7 +46,7 @@ def serving(tmp_path, reference_model):
     """Run a server command; yield a client, the process, and the engine's reused tokens."""
 
     @contextlib.contextmanager
-    def serving(command):
+    def serving(command, start=subprocess.Popen):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
@@ -53,7 +54,7 @@ def serving(tmp_path, reference_model):
         log = tmp_path / "log"
         with (
             log.open("wb") as output,
-            subprocess.Popen(
+            start(
                 [*command, "--model", str(reference_model), "--port", str(port), *OPTIONS],
                 cwd=tmp_path,
                 env=environ,
@@ -154,7 +155,7 @@ def test_terminated_like_plain_and_usable_again(serving, tmp_path):
     (tmp_path / "llmaas.toml").write_text(CONFIG)
     suite = [*LLMAAS, "run", "--config", "llmaas.toml", *PLAIN[1:]]
     for command in (suite, suite):
-        with serving(command) as (client, process, _):
+        with serving(command, fork_server.Process) as (client, process, _):
             converse(client, [[]], (None,))
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == -signal.SIGTERM

@@ -34,6 +34,8 @@ MODULES = (
     "llama_cpp",
     "llmaas_plugins.activation",
     "llmaas_plugins.kv_chunks.plugin",
+    "llmaas_plugins.kv_chunks.plugin_counters",
+    "llmaas_plugins.kv_chunks.transfer.transfer",
     "llmaas_plugins.service.service",
     *(f"llmaas_plugins.cli.{command}" for command in COMMANDS),
 )
@@ -72,6 +74,12 @@ class Process(subprocess.Popen):
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         self._child_created = True
 
+    def __exit__(self, kind, *error):
+        """Wait for the end; after an error in the block, kill the process."""
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, *error)
+
     def _internal_poll(self, **_):
         with suppress(subprocess.TimeoutExpired):
             self._wait(0)
@@ -92,11 +100,7 @@ def run(command, *, timeout=120, check=False, capture_output=False, **options):
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Process(command, **options) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
+        stdout, stderr = process.communicate(timeout=timeout)
     done = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
     if check:
         done.check_returncode()

@@ -1,15 +1,12 @@
-"""Lives of a service, each in a fork of a process that has loaded all modules.
+"""A life of a service, for ``test_kills.py``: the argument is its job, in JSON.
 
-Each line of the input is a job. Each line of the output is a complete operation, or the end of a
-life and its exit code. Importing the modules takes longer than a life, so it is done once.
+Each line of the output is a complete operation.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
-import os
 import sys
 
 from conversations import APPS, ENGINE, GREEDY, PROMPTS, digest, system_prompt
@@ -17,9 +14,6 @@ from llama_cpp import Llama
 
 from llmaas_plugins import activate
 from llmaas_plugins.service import LLMService, ServiceConfig
-
-LATE = ("kv_chunks.plugin", "kv_chunks.plugin_counters", "kv_chunks.transfer.transfer")
-"""Modules that an activation or an engine would import."""
 
 
 def say(**line):
@@ -32,7 +26,7 @@ def live(job):
 
     Budgets are so small that both tiers evict all the time.
     """
-    say(op="start", pid=os.getpid())
+    say(op="start")
     kv = {"disk_budget": "1200 KiB", "store": job["folder"] + "/kv"} | job["settings"]
     config = ServiceConfig(state_dir=job["folder"] + "/state", max_contexts_per_app=1)
     with activate({"on_error": "raise", "plugins": {"kv_chunks": kv}}) as suite:
@@ -65,17 +59,5 @@ def operate(llama, app, *, has_digest):
     say(op="call", app=app.name, id=context.id, n=record.n_calls, text=reply.text, cells=cells)
 
 
-def main():
-    for name in LATE:
-        importlib.import_module(f"llmaas_plugins.{name}")
-    for job in map(json.loads, sys.stdin):
-        pid = os.fork()
-        if pid == 0:
-            live(job)
-            return
-        _, status = os.waitpid(pid, 0)
-        say(op="end", code=os.waitstatus_to_exitcode(status))
-
-
 if __name__ == "__main__":
-    main()
+    live(json.loads(sys.argv[1]))

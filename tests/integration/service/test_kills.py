@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -13,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 from conversations import (
     APPS,
@@ -47,8 +47,7 @@ SETTINGS = {
     ),
 }
 
-# Each life is a fork of this process.
-DRIVER = Path(__file__).parent / "kills_driver.py"
+FOLDER = str(Path(__file__).parent)
 
 
 @pytest.fixture(scope="module")
@@ -61,40 +60,31 @@ def expected(reference_model):
 def live(tmp_path, reference_model):
     """Run a life to its end, or kill it some time after its n-th line; return its lines."""
     errors = tmp_path / "stderr"
-    with (
-        errors.open("wb") as stderr,
-        subprocess.Popen(
-            [sys.executable, DRIVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env=os.environ | {"PYTHONPATH": SUPPORT, "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # a group of the driver and its lives
-        ) as driver,
-    ):
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([FOLDER, SUPPORT])}
 
-        def live(settings, kill_at=None, kill_after_s=0.0, n_operations=10**9):
-            job = {
-                "folder": str(tmp_path), "model": str(reference_model),
-                "n_operations": n_operations, "settings": settings,
-            }  # fmt: skip
-            driver.stdin.write(json.dumps(job).encode() + b"\n")
-            driver.stdin.flush()
-            lines = []
-            for line in map(json.loads, driver.stdout):
-                if line["op"] == "end":
-                    break
+    def live(settings, kill_at=None, kill_after_s=0.0, n_operations=10**9):
+        job = {
+            "folder": str(tmp_path), "model": str(reference_model),
+            "n_operations": n_operations, "settings": settings,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "kills_driver", json.dumps(job)]
+        lines = []
+        with (
+            errors.open("wb") as stderr,
+            fork_server.Process(
+                command, stdout=subprocess.PIPE, stderr=stderr, env=environ
+            ) as process,
+        ):
+            for line in map(json.loads, process.stdout):
                 lines.append(line)
                 if len(lines) == kill_at:
                     time.sleep(kill_after_s)
-                    with contextlib.suppress(ProcessLookupError):  # reported by the code
-                        os.kill(lines[0]["pid"], signal.SIGKILL)
-            assert errors.read_text() == ""  # above all: nothing unusable, no damaged chunk
-            assert line == {"op": "end", "code": 0 if kill_at is None else -signal.SIGKILL}
-            return lines
+                    process.kill()
+        assert errors.read_text() == ""  # above all: nothing unusable, no damaged chunk
+        assert process.returncode == (0 if kill_at is None else -signal.SIGKILL)
+        return lines
 
-        yield live
-        os.killpg(driver.pid, signal.SIGKILL)
+    return live
 
 
 class Ledger:
