@@ -72,11 +72,10 @@ def selected_report(selected: DatastoreSummary) -> dict[str, Any]:
 def stats_text(found: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a ``stats_report`` with its ``selected`` entry."""
     yield found["store"]
-    model = f"{found['model'][:12]}, keys {found['key_kind']} of {found['n_embd']}"
     apps = ", ".join(f"{printable(app)}: {n}" for app, n in found["apps"].items())
     rows = {
         "in use by": found["holder"] or "nobody",
-        "model": model if found["model"] else "-",
+        "model": _model_text(found),
         "conversations": f"{found['conversations']:,}",
         "  by app": apps or "-",
         "  from": ", ".join(map(printable, found["sources"])) or "-",
@@ -87,6 +86,12 @@ def stats_text(found: dict[str, Any]) -> Iterator[str]:
     }
     for name, value in rows.items():
         yield f"  {name:<16}{value}"
+
+
+def _model_text(found: dict[str, Any]) -> str:
+    if found["model"] is None:  # all conversations were forgotten
+        return "-"
+    return f"{found['model'][:12]}, keys {found['key_kind']} of {found['n_embd']}"
 
 
 def _selected_text(found: dict[str, Any]) -> str:

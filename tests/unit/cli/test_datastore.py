@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -297,6 +298,7 @@ def test_everything_can_be_forgotten(run, store):
     assert run("inspect")[1] == {"conversations": []}
     assert "No conversations." in run("inspect", form=None)[1]
     assert run("stats")[1]["selected"] is None
+    assert re.search(r"^  model +-$", run("stats", form=None)[1], re.MULTILINE)
 
 
 def test_damaged_datastore_can_be_forgotten_as_a_whole(run, store):
