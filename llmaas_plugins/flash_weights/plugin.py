@@ -40,6 +40,7 @@ from llmaas_plugins.flash_weights.residency import Residency
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
 from llmaas_plugins.machine import drop_cached, release_memory, resident_bytes
 from llmaas_plugins.model.digest import files_now
+from llmaas_plugins.sizes import memory_bytes
 
 __all__ = ["FlashWeights"]
 
@@ -107,16 +108,21 @@ class FlashWeights:
         with self._answers.block(int(llama.ctx)):
             yield
 
-    def set_memory_budget(self, n_bytes: int | None) -> None:
+    def set_memory_budget(self, budget: int | str | None) -> None:
         """Change the memory budget of the whole process. It is met when this method returns.
 
         Args:
-            n_bytes: New budget, as ``memory_budget`` in the configuration; ``None`` follows the
-                system.
+            budget: New budget, in bytes or as ``memory_budget`` in the configuration; ``None``
+                follows the system.
 
         Raises:
+            ConfigError: The budget is neither a size nor a share. Nothing was changed.
             UnmetBudgetError: The budget cannot be met. Nothing was changed.
         """
+        try:
+            n_bytes = None if budget is None else memory_bytes(budget)
+        except ValueError as error:
+            raise ConfigError(f"the memory budget: {error}, found {budget!r}") from error
         self._residency.set_budget(n_bytes)
 
     # -- hooks ----------------------------------------------------------------------------------

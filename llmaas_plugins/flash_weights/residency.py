@@ -12,7 +12,7 @@ from llmaas_hooks import FileWeights, NativeContext, UnmetBudgetError, forks
 from llmaas_plugins.flash_weights.memory import SPARE_BYTES, Needs, needed_by, require, shares
 from llmaas_plugins.machine import available_bytes, resident_bytes
 
-__all__ = ["Residency"]
+__all__ = ["Residency", "default_budget"]
 
 _log = logging.getLogger("llmaas.flash_weights")
 
@@ -21,6 +21,11 @@ _SHARE = 0.9
 _STEP = 2 << 20
 """Least change of a model's kept weights that is worth the reading."""
 _EVERY_S = 0.25
+
+
+def default_budget() -> int:
+    """Return the bytes that the process may use now if no budget is set."""
+    return int(_SHARE * available_bytes())
 
 
 @dataclass(slots=True)
@@ -223,7 +228,7 @@ class Residency:
             ]
 
     def _bytes_of(self, budget: int | None) -> int:
-        return int(_SHARE * available_bytes()) if budget is None else int(budget)
+        return default_budget() if budget is None else int(budget)
 
     def _needs(self, models: list[_Model]) -> list[Needs]:
         return [model.needs(self._arena) for model in models]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import LlmaasError, TensorInfo
 from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.models import add_model_action
-from llmaas_plugins.cli.output import print_report, printable, progress_bar, size_text
+from llmaas_plugins.cli.output import counted, print_report, printable, progress_bar, size_text
 
 if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.container_file import Kind
@@ -51,7 +51,7 @@ def check(args: argparse.Namespace) -> int:
         if path.exists()
     ]
     nothing = f"{model} has no packed file and no channel file. `llmaas flash pack` makes them."
-    lines = _text(reports) if reports else [nothing]
+    lines = _text(model, reports) if reports else [nothing]
     print_report(args, {"model": str(model), "files": reports}, lines)
     return 1 if not reports or any(report["problems"] for report in reports) else 0
 
@@ -85,10 +85,15 @@ def _channel_problem(path: Path, model: Path, tensors: Mapping[str, TensorInfo])
     open_channels(path, model, tensors)
 
 
-def _text(reports: list[dict[str, Any]]) -> Iterator[str]:
+def _text(model: Path, reports: list[dict[str, Any]]) -> Iterator[str]:
+    from llmaas_plugins.flash_weights.packed import PACKED_FILE
+
     for report in reports:
         n_problems = len(report["problems"])
-        verdict = "sound" if not n_problems else f"{n_problems} problems"
+        verdict = "sound" if not n_problems else counted(n_problems, "problem")
         of = f"{report['tensors']} tensors, {size_text(report['bytes'])}"
         yield f"{report['file']}: {of}: {verdict}"
         yield from (f"  {problem}" for problem in report["problems"])
+        if n_problems and PACKED_FILE.command not in " ".join(report["problems"]):
+            option = "" if report["kind"] == PACKED_FILE.name else "--sparse "
+            yield f"  `llmaas flash pack {option}{model}` writes it again."

@@ -61,8 +61,9 @@ def add_pack(actions: Any) -> None:
 
 def pack(args: argparse.Namespace) -> int:
     """Write a model's packed file, and with ``--sparse`` also its channel file."""
-    if args.text is not None and not args.sparse:
-        raise ConfigError("--text has no effect without --sparse.")
+    for option, is_given in {"--text": args.text, "--group-layers": args.group_layers > 1}.items():
+        if is_given and not args.sparse:
+            raise ConfigError(f"{option} has no effect without --sparse.")
     tensors = tensors_of(args.model)
     with stoppable("repeat the command to write the rest"):
         if not args.sparse or not _is_packed(args.model, tensors):
@@ -76,7 +77,8 @@ def tensors_of(model: Path) -> Mapping[str, TensorInfo]:
     """Return the tensors of a model.
 
     Raises:
-        ConfigError: The file does not exist, or is not a GGUF file.
+        ConfigError: The file does not exist, or is not a GGUF file, or is itself a file that
+            ``llmaas flash pack`` wrote.
     """
     from llama_cpp._logger import set_verbose
 
@@ -84,6 +86,7 @@ def tensors_of(model: Path) -> Mapping[str, TensorInfo]:
 
     if not model.is_file():
         raise ConfigError(f"found no file {model}; expected a model in GGUF.")
+    _refuse_packed(model)
     set_verbose(False)  # ggml logs every weight
     tensors = model_tensors(model)
     if not tensors:
@@ -99,6 +102,21 @@ def _group_layers(text: str) -> int:
     if not 1 <= number <= _MOST_GROUP_LAYERS:
         raise argparse.ArgumentTypeError(f"{text} is not between 1 and {_MOST_GROUP_LAYERS}")
     return number
+
+
+def _refuse_packed(model: Path) -> None:
+    """Refuse a file that `pack` wrote: its own packed file would replace it."""
+    from llmaas_plugins.flash_weights.channel_header import CHANNEL_FILE
+    from llmaas_plugins.flash_weights.packed import PACKED_FILE
+    from llmaas_plugins.model.gguf_header import read_header
+
+    architecture = read_header(model).fields.get("general.architecture")
+    for kind in (PACKED_FILE, CHANNEL_FILE):
+        if architecture == kind.architecture:
+            raise ConfigError(
+                f"{model} is the {kind.name} of a model, expected the model: name the GGUF file "
+                "beside it."
+            )
 
 
 def _is_packed(model: Path, tensors: Mapping[str, TensorInfo]) -> bool:

@@ -50,9 +50,9 @@ def add_plan(actions: Any) -> None:
     parser.add_argument(
         "--memory-budget",
         type=_size,
-        required=True,
         metavar="SIZE",
-        help="memory of the whole process, as in llmaas.toml, e.g. 3 GiB",
+        help="memory of the whole process, as in llmaas.toml, e.g. 3 GiB (default: nine tenths of "
+        "the memory that is available now, as without memory_budget in llmaas.toml)",
     )
     parser.add_argument(
         "--sparsity",
@@ -87,6 +87,7 @@ def plan(args: argparse.Namespace) -> int:
     """Predict the time for a token in each mode, and recommend a mode."""
     from llmaas_plugins.flash_weights.model_sizes import metadata_of, sizes_of
     from llmaas_plugins.flash_weights.planner import check_budget, make_plan
+    from llmaas_plugins.flash_weights.residency import default_budget
     from llmaas_plugins.machine import release_memory, resident_bytes
 
     tensors = tensors_of(args.model)
@@ -96,14 +97,23 @@ def plan(args: argparse.Namespace) -> int:
     release_memory()
     process = resident_bytes()
     sizes = sizes_of(tensors, metadata_of(args.model), args.context, group_layers)
-    check_budget(sizes, process, args.memory_budget, args.context)  # before the slow measurements
+    budget = args.memory_budget
+    if budget is None:
+        budget = default_budget() // _MIB * _MIB
+        notes.append(
+            f"This plan is for {budget // _MIB} MiB, nine tenths of the memory that is available "
+            "now: the budget where memory_budget is not set. `--memory-budget` plans for another."
+        )
+    check_budget(sizes, process, budget, args.context)  # before the slow measurements
     machine = _machine(source, args.seconds, process)
-    made = make_plan(sizes, machine, args.memory_budget, args.sparsity)
+    made = make_plan(sizes, machine, budget, args.sparsity)
     if not made.sparse:
         notes.append("The model has no matrices whose channels could be read one by one.")
     elif sparse_note:
         notes.append(sparse_note)
     settings = _settings(made, machine.disk)
+    if args.memory_budget is None:
+        del settings["memory_budget"]
     measured = _measured(args, settings) if args.measure else None
     report = {
         "run": run_record(),

@@ -106,6 +106,8 @@ def test_what_is_damaged_is_found_and_named(model, capsys, place):
     assert status == 1
     assert f"{path.name}: " in out
     assert "differs from what was written" in out
+    option = "--sparse " if place is channel_path else ""
+    assert out.count(f"`llmaas flash pack {option}{model}` writes it again.") == 1
     status, out, _ = run(capsys, "check", "--json", model)
     assert status == 1
     files = {report["file"]: report for report in json.loads(out)["files"]}
@@ -149,6 +151,7 @@ def test_only_the_files_that_are_there_are_checked(model, capsys):
     ("options", "message"),
     [
         (["--text", "{model}"], "--text has no effect without --sparse"),
+        (["--group-layers", "2"], "--group-layers has no effect without --sparse"),
         (["--sparse", "--text", "{model}.none"], "No such file"),
         (["--sparse", "--text", "{empty}"], "no text to calibrate with"),
     ],
@@ -161,6 +164,16 @@ def test_what_cannot_be_asked_for(model, tmp_path, capsys, options, message):
     assert status == 2
     assert message in err
     assert channel_path(model).read_bytes() == before
+
+
+@pytest.mark.parametrize("place", [packed_path, channel_path])
+@pytest.mark.parametrize("action", ["pack", "check"])
+def test_a_packed_file_is_no_model(model, capsys, place, action):
+    before = {path: path.read_bytes() for path in model.parent.iterdir()}
+    status, out, err = run(capsys, action, place(model))
+    assert (status, out) == (2, "")
+    assert "expected the model: name the GGUF file beside it" in err
+    assert {path: path.read_bytes() for path in model.parent.iterdir()} == before
 
 
 @pytest.mark.parametrize("n", ["0", "65", "few"])

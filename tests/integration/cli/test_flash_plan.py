@@ -61,8 +61,8 @@ def machine(monkeypatch):
 def run(capsys, model, *options, budget="150 MiB"):
     """Return the command's exit status, output and errors."""
     capsys.readouterr()
-    asked = "--memory-budget", budget, "--context", "256", *map(str, options)
-    status = main(["flash", "plan", str(model), *asked])
+    asked = () if budget is None else ("--memory-budget", budget)
+    status = main(["flash", "plan", str(model), *asked, "--context", "256", *map(str, options)])
     return status, *capsys.readouterr()
 
 
@@ -166,6 +166,17 @@ def test_files_that_cannot_be_used(alone, made, capsys, place, content):
         place(alone).write_bytes(content)
     notes = report(capsys, alone)["notes"]
     assert any(f"{place(alone)} cannot be used" in note for note in notes)
+
+
+@pytest.mark.usefixtures("machine")
+def test_without_a_budget_the_plan_follows_the_system(made, capsys, monkeypatch):
+    monkeypatch.setattr("llmaas_plugins.flash_weights.residency.available_bytes", lambda: 200 * MIB)
+    found = report(capsys, made, budget=None)
+    assert found["budget"] == 180 * MIB
+    assert "memory_budget" not in found["settings"]
+    out = run(capsys, made, budget=None)[1]
+    assert "This plan is for 180 MiB, nine tenths of the memory that is available now" in out
+    assert "[plugins.flash_weights]\n" in out
 
 
 def test_a_budget_that_is_too_small(made, capsys, machine):

@@ -7,8 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from llmaas_hooks import BudgetError
+from llmaas_hooks import BudgetError, ConfigError
+from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.memory import SPARE_BYTES, Needs, needed_by, shares
+from llmaas_plugins.flash_weights.plugin import FlashWeights
 
 MIB = 1 << 20
 
@@ -20,6 +22,16 @@ def needs(n_bytes, least=0, passing=8, growth=0):
 def shared(budget, others, *models):
     """Return the MiB that each model keeps of a budget beside the spare."""
     return [n // MIB for n in shares(budget * MIB + SPARE_BYTES, others * MIB, models)]
+
+
+def test_the_budget_is_set_as_in_the_configuration():
+    flash = FlashWeights(FlashWeightsConfig())
+    for budget in (2 << 30, "2 GiB"):
+        flash.set_memory_budget(budget)
+        assert flash.llmaas_status()["memory_budget"] == 2 << 30
+    with pytest.raises(ConfigError, match=r"expected a size such as 3 GiB.*, found '2 Gi'$"):
+        flash.set_memory_budget("2 Gi")
+    assert flash.llmaas_status()["memory_budget"] == 2 << 30
 
 
 def test_by_size():
