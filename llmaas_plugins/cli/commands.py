@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from llmaas_hooks import LlmaasError
 from llmaas_hooks.discovery import suggest
 from llmaas_plugins import __version__
+from llmaas_plugins.cli.options import unrecognized
 from llmaas_plugins.cli.output import one_line
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def run_command(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not args.takes_rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.parser.error(unrecognized(rest, args.parser))
     _log_to_stderr(args.verbose)
     try:
         return int(args.func(args, rest) if args.takes_rest else args.func(args))
@@ -43,6 +44,11 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     """Argument parser whose error messages fit in one line, whatever was typed."""
+
+    def __init__(self, **options: Any) -> None:
+        """Make a parser; the one of the chosen action becomes ``args.parser``."""
+        super().__init__(**options)
+        self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
         """Print the message in one line, with the nearest choice for a mistyped one, and exit."""

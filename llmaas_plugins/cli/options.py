@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-__all__ = ["add_config_option", "add_renamed_option", "at_least", "positive"]
+from llmaas_hooks.discovery import suggest
+
+__all__ = ["add_config_option", "add_renamed_option", "at_least", "positive", "unrecognized"]
 
 _MOST_DIGITS = 9
 
@@ -52,3 +55,11 @@ def positive(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
     return number
+
+
+def unrecognized(arguments: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Return the error for arguments that a parser does not know, with the nearest option."""
+    known = re.findall(r"--[\w-]+", parser.format_usage())
+    typed = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    near = next(filter(None, (suggest(word, known) for word in typed)), "")
+    return f"unrecognized arguments: {' '.join(arguments)}{near and '.' + near}"

@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="run this script, with the arguments after it"
     )
-    parser.set_defaults(func=run, parser=parser)
+    parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.doctor.resources import say_problems
-from llmaas_plugins.cli.options import add_config_option
+from llmaas_plugins.cli.options import add_config_option, unrecognized
 from llmaas_plugins.config import load_config
 
 __all__ = ["add_parser"]
@@ -26,7 +26,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as a ``ConfigError``."""
-        raise ConfigError(f"{message}. `llmaas serve --server-help` lists the options.")
+        end = "" if message.endswith("?") else "."
+        raise ConfigError(f"{message}{end} `llmaas serve --server-help` lists the options.")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -130,7 +131,9 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
             "CONFIG_FILE is set, but `llmaas serve` does not read it. Unset it, and pass its "
             "settings as options."
         )
-    values = parser.parse_args(rest)
+    values, unknown = parser.parse_known_args(rest)
+    if unknown:
+        parser.error(unrecognized(unknown, parser))
     values.model = _model(args, values)
     try:
         server: Any = parse_model_from_args(ServerSettings, values)

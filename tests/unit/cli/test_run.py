@@ -214,7 +214,16 @@ def test_plugins_are_shut_down_also_after_a_failure(llmaas, folder):
         (("run", "--plugins", "recorde", "active.py"), "Did you mean 'recorder'?"),
         (("run", "--config", "no.toml", "active.py"), "cannot read configuration no.toml"),
         (("run",), "a SCRIPT or -m MODULE is required"),
-        (("run", "--plugin", "x", "active.py"), "unrecognized arguments: --plugin"),
+        (
+            ("run", "--plugin", "x", "active.py"),
+            "llmaas run: error: unrecognized arguments: --plugin. Did you mean '--plugins'?",
+        ),
+        (("doctor", "a.gguf"), "llmaas doctor: error: unrecognized arguments: a.gguf"),
+        (
+            ("elastic", "prepare", "a.gguf", "--no-serach", "--xyz=1"),
+            "llmaas elastic prepare: error: unrecognized arguments: --no-serach --xyz=1. "
+            "Did you mean '--no-search'?",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(
