@@ -351,6 +351,8 @@ def _explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
         if item["type"] == "extra_forbidden":
             known = sorted(_table_model(model, item["loc"][:-1]).model_fields)
             hint = suggest(str(item["loc"][-1]), known)
+            if model is _File and key in installed_plugins():
+                hint = f" Did you mean 'plugins.{key}'?"
             lines.append(f"unknown key {key!r}.{hint} Known: {', '.join(known)}")
         else:
             found = cast("object", item["input"])

@@ -19,6 +19,7 @@ __all__ = [
     "printable",
     "progress",
     "progress_bar",
+    "setting_text",
     "size_text",
 ]
 
@@ -28,6 +29,28 @@ _MIB = 1 << 20
 def size_text(n_bytes: int) -> str:
     """Format a number of bytes as KiB or MiB."""
     return f"{n_bytes / _MIB:.1f} MiB" if n_bytes >= _MIB else f"{n_bytes / 1024:.0f} KiB"
+
+
+def setting_text(value: object) -> str:
+    """Format a setting as in ``llmaas.toml``, but without quotes; None as ``unset``."""
+    from pydantic import ByteSize
+
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(setting_text, value))}]"
+    if isinstance(value, ByteSize):
+        return _exact_size(value)
+    return str(value)
+
+
+def _exact_size(n_bytes: int) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if n_bytes and n_bytes % (1 << power) == 0:
+            return f"{n_bytes >> power} {unit}"
+    return str(int(n_bytes))
 
 
 def counted(n: int, what: str) -> str:

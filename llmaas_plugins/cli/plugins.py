@@ -7,11 +7,13 @@ import dataclasses
 import inspect
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from llmaas_hooks import NAME, LlmaasError, specs
 from llmaas_hooks.discovery import installed_plugins, load_plugin, suggest
 from llmaas_plugins.cli.options import add_config_option
+from llmaas_plugins.cli.output import setting_text
 from llmaas_plugins.config import load_config, validated
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Key", "Row", "add_parser", "list_plugins", "plugins"]
 
+_TYPES = {"ByteSize": "size", "Path": "path", "str": "text", "bool": "true or false"}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
@@ -31,8 +35,8 @@ class Key:
 
     Attributes:
         name: Name of the key in ``llmaas.toml``.
-        type: Python type of the value.
-        default: Default as text, or ``required``.
+        type: Type of the value, such as ``int`` or ``size``, or its choices.
+        default: Default as in ``llmaas.toml``, or ``required`` or ``unset``.
         description: Description in the plugin's model.
     """
 
@@ -153,16 +157,26 @@ def _keys(model: type[BaseModel]) -> tuple[Key, ...]:
         Key(
             name,
             _type_name(field.annotation),
-            "required" if field.is_required() else str(field.get_default()),
+            "required" if field.is_required() else setting_text(field.get_default()),
             field.description or "",
         )
         for name, field in model.model_fields.items()
     )
 
 
-def _type_name(annotation: object) -> str:
+def _type_name(annotation: Any) -> str:
+    """Return a type in a reader's words: ``None`` is the default ``unset``, and not a choice."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is Literal:
+        return " or ".join(f'"{choice}"' for choice in parts)
+    if kind is Annotated:
+        return _type_name(parts[0])
+    if kind in (Union, UnionType):
+        return " or ".join(_type_name(part) for part in parts if part is not NoneType)
+    if kind in (tuple, list):
+        return f"list of {_type_name(parts[0])}"
     if isinstance(annotation, type):
-        return annotation.__name__
+        return _TYPES.get(annotation.__name__, annotation.__name__)
     return inspect.formatannotation(annotation)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.cli.output import print_report, printable, progress, size_text
+from llmaas_plugins.cli.output import counted, print_report, printable, progress, size_text
 from llmaas_plugins.cli.store_actions import add_action, chosen_directory, expanded, settings_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def check(args: argparse.Namespace) -> int:
     if checked.problems and args.repair:
         _tidy(directory, shrink=False)
         report["repaired"] = True
-    lines = [f"{checked.n_chunks} chunks in {directory}: {_verdict(checked.problems)}"]
+    lines = [f"{counted(checked.n_chunks, 'chunk')} in {directory}: {_verdict(checked.problems)}"]
     lines += [f"  {problem}" for problem in checked.problems[:_MOST_SHOWN]]
     if len(checked.problems) > _MOST_SHOWN:
         lines.append(f"  … and {len(checked.problems) - _MOST_SHOWN} more (--json has them all)")
@@ -100,7 +100,7 @@ def check(args: argparse.Namespace) -> int:
 def gc(args: argparse.Namespace) -> int:
     """Drop unreachable and unreadable chunks, erase free space, and shorten the files."""
     cleaned = _tidy(_directory(args), shrink=True)
-    text = f"{cleaned.n_chunks} chunks dropped, {size_text(cleaned.freed_bytes)} freed."
+    text = f"{counted(cleaned.n_chunks, 'chunk')} dropped, {size_text(cleaned.freed_bytes)} freed."
     print_report(args, dataclasses.asdict(cleaned), [text])
     return 0
 
@@ -113,11 +113,13 @@ def export(args: argparse.Namespace) -> int:
         _directory(args), expanded(args.target), args.context, progress("copying", "chunk")
     )
     lines = [
-        f"{done.n_contexts} contexts, {done.n_chunks} chunks, {size_text(done.n_bytes)} "
-        f"copied to {args.target}."
+        f"{counted(done.n_contexts, 'context')}, {counted(done.n_chunks, 'chunk')}, "
+        f"{size_text(done.n_bytes)} copied to {args.target}."
     ]
     if done.skipped:
-        lines.append(f"{done.skipped} chunks could not be copied; see `llmaas store check`.")
+        lines.append(
+            f"{counted(done.skipped, 'chunk')} could not be copied; see `llmaas store check`."
+        )
     print_report(args, dataclasses.asdict(done), lines)
     return 1 if done.skipped else 0
 
@@ -143,8 +145,8 @@ def forget(args: argparse.Namespace) -> int:
     finally:
         cleanup.close()
     text = (
-        f"{cleaned.n_contexts} contexts and {cleaned.n_chunks} chunks removed, "
-        f"{size_text(cleaned.freed_bytes)} freed."
+        f"{counted(cleaned.n_contexts, 'context')} and {counted(cleaned.n_chunks, 'chunk')} "
+        f"removed, {size_text(cleaned.freed_bytes)} freed."
     )
     print_report(args, dataclasses.asdict(cleaned), [text])
     return 0
@@ -222,9 +224,11 @@ def _stats_text(found: dict[str, Any]) -> Iterable[str]:
         "index": size_text(found["index_bytes"]),
         "taken on disk": size_text(found["disk_bytes"]),
     }
+    if found["models"]:
+        rows["by model, settings, app"] = str(len(found["models"]))
     for model in found["models"]:
-        what = "model" if model["is_known"] else "(unreachable)"
-        rows[f"{what} {model['root'][:12]}"] = f"{model['chunks']} chunks"
+        unreachable = "" if model["is_known"] else ", unreachable"
+        rows[f"  {model['root'][:12]}"] = counted(model["chunks"], "chunk") + unreachable
     if found["unsound_rows"]:
         rows["unsound rows"] = f"{found['unsound_rows']}; see `llmaas store check`"
     for name, value in rows.items():
@@ -232,7 +236,7 @@ def _stats_text(found: dict[str, Any]) -> Iterable[str]:
 
 
 def _verdict(problems: Sequence[str]) -> str:
-    return f"{len(problems)} problem(s)" if problems else "sound"
+    return counted(len(problems), "problem") if problems else "sound"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -138,6 +138,7 @@ def test_enabled_by_variable(path, value, enabled):
     ("source", "message"),
     [
         ({"plugin": {}}, "unknown key 'plugin'. Did you mean 'plugins'?"),
+        ({"kv_chunks": {}}, "unknown key 'kv_chunks'. Did you mean 'plugins.kv_chunks'?"),
         ({"on_error": "explode"}, "code: on_error: "),
         ({"service": {"max_queu": 1}}, "unknown key 'service.max_queu'. Did you mean 'max_queue'?"),
         ({"service": {"max_queue": 0}}, "service.max_queue: expected at least 1, found 0"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_plugins.cli.doctor.diagnosis import diagnose
 from llmaas_plugins.cli.options import add_config_option
-from llmaas_plugins.cli.output import one_line, print_report
+from llmaas_plugins.cli.output import counted, one_line, print_report, setting_text
 
 if TYPE_CHECKING:
     import argparse
@@ -47,7 +47,7 @@ def doctor(args: argparse.Namespace) -> int:
     findings = diagnose(args.config, args.model)
     problems = [finding for finding in findings if finding.problem is not None]
     rows = [dataclasses.asdict(finding) for finding in findings]
-    verdict = f"{len(problems)} problem(s) found." if problems else "Everything is fine."
+    verdict = f"{counted(len(problems), 'problem')} found." if problems else "Everything is fine."
     text = [*_text(findings, is_long=args.verbose > 0), "", verdict]
     if not args.verbose:
         text[-1] += " `llmaas -v doctor` lists every check and setting."
@@ -77,7 +77,7 @@ def _text(findings: list[Finding], *, is_long: bool) -> Iterable[str]:
 def _lines(finding: Finding) -> Iterable[str]:
     mark = "ok" if finding.problem is None else "!!"
     origin = f"   ({finding.origin})" if finding.origin else ""
-    value = "" if _is_valueless(finding) else f" = {finding.value}"
+    value = "" if _is_valueless(finding) else f" = {setting_text(finding.value)}"
     yield one_line(f"  {mark} {finding.name}{value}{origin}")
     if finding.problem is not None:
         yield f"       {one_line(' '.join(finding.problem.split()))}"

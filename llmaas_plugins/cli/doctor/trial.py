@@ -63,6 +63,7 @@ def model_findings(model: Path, config: Config) -> list[Finding]:
         findings += _opened(model, config)
     told = [finding.problem or "" for finding in findings]
     notes = [line for line in said.lines if not any(_is_same(line, problem) for problem in told)]
+    notes = [line for line in notes if line != config.nothing_enabled()]  # it is said above
     findings += [Finding(_SECTION, f"note {i}", line) for i, line in enumerate(notes, start=1)]
     return findings
 

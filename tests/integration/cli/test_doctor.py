@@ -55,6 +55,12 @@ def test_what_is_missing(examined, tmp_path):
     assert not [name for name in found if name.startswith("note")]  # nothing is reported twice
 
 
+def test_without_plugins_there_is_nothing_to_note(examined):
+    code, found = examined()
+    assert code == 0
+    assert list(found) == ["file"]
+
+
 def test_a_budget_that_cannot_be_met_and_a_file_that_would_be_better(examined):
     code, found = examined(flash_weights={"memory_budget": "20 MiB"})
     assert code == 1

@@ -165,14 +165,14 @@ def test_text(capsys, dist_plugins, monkeypatch):
     assert "[versions]\n  ok python = " in text
     assert "  !! plugins.recorde\n" in text
     assert "       -> install it" in text
-    assert "1 problem(s) found. `llmaas -v doctor` lists every" in text
+    assert "1 problem found. `llmaas -v doctor` lists every" in text
     assert "(default)" not in text
     passed = int(re.search(r"\[patches\]\n  ok (\d+) checks passed\n", text)[1])
     assert main(["-v", "doctor"]) == 1
     long = capsys.readouterr().out
-    assert "  ok service.max_context_tokens = None   (default)" in long
+    assert "  ok service.max_context_tokens = unset   (default)" in long
     assert long.count("  ok llama_cpp.") == passed
-    assert long.endswith("1 problem(s) found.\n")
+    assert long.endswith("1 problem found.\n")
 
 
 def test_room(tmp_path):

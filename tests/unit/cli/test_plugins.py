@@ -41,14 +41,14 @@ def test_enabled_plugins_show_hooks_and_keys(listed, monkeypatch):
     assert recorder["enabled"]
     assert recorder["hooks"] == ["llmaas_shutdown", "llmaas_status"]
     assert recorder["keys"] == [
-        {"name": "budget", "type": "ByteSize", "default": "1024", "description": "Bytes."},
+        {"name": "budget", "type": "size", "default": "1 KiB", "description": "Bytes."},
         {
             "name": "level",
             "type": "int",
             "default": "3",
             "description": "How much to record.",
         },
-        {"name": "store", "type": "Path", "default": "~/recorder", "description": ""},
+        {"name": "store", "type": "path", "default": "~/recorder", "description": ""},
     ]
     assert recorder["error"] is None
 

@@ -98,5 +98,5 @@ def test_text_names_the_next_step(kv, capsys):
     assert main(["store", "check", "--store", str(kv)]) == 1
     out = capsys.readouterr().out
     assert "12 chunks in" in out
-    assert "1 problem(s)" in out
+    assert "1 problem" in out
     assert "`llmaas store check --repair` drops damaged data." in out
