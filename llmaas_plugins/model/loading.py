@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmaas_hooks import ConfigError
+from llmaas_hooks import ConfigError, StoreError
+from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = ["load_errors", "loaded", "vocabulary"]
 
@@ -22,6 +23,8 @@ def load_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        with contextlib.suppress(StoreError):  # there is no file, for a model from a hub
+            read_header(Path(path))  # a damaged header is a better reason than llama.cpp's
         raise ConfigError(f"cannot load model {path}: {error}") from error
 
 

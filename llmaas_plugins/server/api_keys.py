@@ -14,6 +14,7 @@ from llmaas_plugins.server.refusal import Refusal
 __all__ = ["ApiKeys", "read_key_file"]
 
 _SHORTEST_KEY = 16
+_NO_KEY = "No API key was sent; expected the header `Authorization: Bearer KEY`."
 
 
 class ApiKeys:
@@ -47,10 +48,12 @@ class ApiKeys:
         """Return the app that an ``Authorization`` belongs to, or None for the administrator.
 
         Raises:
-            Refusal: The key is not one of this service's.
+            Refusal: There is no key, or it is not one of this service's.
         """
         if self._is_open:
             return None
+        if not authorization:
+            raise Refusal(401, _NO_KEY, "invalid_api_key")
         scheme, _, given = authorization.partition(b" ")
         found: list[str | None] = []
         for app, key in ((None, self._administrator), *self._apps.items()):

@@ -49,8 +49,11 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
 
 def mistakes(errors: Iterable[Any]) -> str:
     """Describe pydantic's ``errors()`` about a body in one line."""
-    lines = [
-        f"{'.'.join(map(str, error['loc']))}: {error['msg'].removeprefix('Value error, ')}"
-        for error in errors
-    ]
+    lines = [f"{'.'.join(map(str, error['loc']))}: {_reason(error)}" for error in errors]
     return "; ".join(lines[:_MOST_MISTAKES])
+
+
+def _reason(error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        return "unknown key"
+    return str(error["msg"]).removeprefix("Value error, ")

@@ -36,7 +36,8 @@ class StateLock:
             ) from error
         except OSError as error:
             raise StoreError(
-                f"cannot use service.state_dir {directory}: {error.strerror}"
+                f"cannot use service.state_dir {directory}: {error.strerror}. Set it to a "
+                "directory you may write to."
             ) from error
 
 

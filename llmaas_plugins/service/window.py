@@ -63,11 +63,17 @@ class Window:
             start = slide(messages, start, self.limit, room, length)
         was_full = start == record.seen_from and record.n_tokens >= self.limit
         if was_full or length(start) >= self.limit:
-            raise self.full(record)
+            raise self.full(record, length(start))
         return start
 
-    def full(self, record: ContextRecord) -> LimitError:
-        """Return the error for a prompt that does not fit."""
+    def full(self, record: ContextRecord, n_tokens: int = 0) -> LimitError:
+        """Return the error for a prompt that does not fit.
+
+        Args:
+            record: The context.
+            n_tokens: Tokens that the model would see with the prompt; 0 if unknown.
+        """
+        seen = f": the model would see {n_tokens}" if n_tokens >= self.limit else ""
         way_out = (
             "Shorten it, start a new context,"
             if self._slides
@@ -75,7 +81,7 @@ class Window:
         )
         return LimitError(
             f"context {record.id} holds {record.n_tokens} tokens, and the prompt does not fit into "
-            f"{self.limit}. {way_out} or raise service.max_context_tokens or n_ctx."
+            f"{self.limit}{seen}. {way_out} or raise service.max_context_tokens or n_ctx."
         )
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 def test_a_model_that_is_none(refused, tmp_path):
     (tmp_path / "app.py").write_text("print('hello')")
     message = refused("--model", "app.py", "--port", "0")
-    assert message.startswith("llmaas: error: cannot load model app.py: Failed to load model")
+    assert message.startswith("llmaas: error: app.py is not a GGUF file, or is damaged: ")
 
 
 def test_a_socket_directory_that_others_can_enter(refused, tmp_path):
@@ -48,7 +48,11 @@ def test_another_model_configuration(refused, monkeypatch):
         (["--toy", "--cache", "True"], "--cache would let apps learn from response times"),
         (["--model", "none.gguf"], "no such model: none.gguf"),
         (["--toy", "--n_ctx", "-5"], "n_ctx"),
-        (["--n_context", "5"], "error: unrecognized arguments: --n_context 5. `llmaas serve --ser"),
+        (
+            ["--n-ctx", "5"],
+            "error: unrecognized arguments: --n-ctx 5. Did you mean '--n_ctx'? `llmaas serve --ser",
+        ),
+        (["--xyz", "5"], "error: unrecognized arguments: --xyz 5. `llmaas serve --server-help`"),
     ],
 )
 def test_mistakes(refused, options, message):

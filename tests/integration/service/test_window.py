@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 from served import drain, serving
@@ -162,8 +163,10 @@ def test_a_turn_that_does_not_even_fit_alone_changes_nothing(start):
         converse(context, 8)
         before = context.record()
         for length in (300, 240):
-            with pytest.raises(LimitError, match=r"does not fit into 256\. Shorten it.*n_ctx"):
+            expected = r"does not fit into 256: the model would see (\d+)\. Shorten it.*n_ctx"
+            with pytest.raises(LimitError, match=expected) as caught:
                 context.call("word " * length)
+            assert int(re.search(expected, str(caught.value))[1]) >= max(256, length)
             assert context.record() == before
         reply = context.call("word " * 180, **GREEDY)
         # the model sees only it and the system prompt

@@ -48,7 +48,8 @@ def test_who_calls(administrator):
 )
 @pytest.mark.parametrize("administrator", [None, ADMINISTRATOR])
 def test_anything_else_is_refused(given, administrator):
-    with pytest.raises(Refusal, match="Invalid API key") as caught:
+    expected = "Invalid API key" if given else "No API key was sent; expected the header `Auth"
+    with pytest.raises(Refusal, match=expected) as caught:
         ApiKeys(administrator, {"mail": MAIL}).caller(given)
     assert caught.value.status == 401
     assert (b"www-authenticate", b"Bearer") in caught.value.headers

@@ -95,7 +95,7 @@ def test_a_forked_child_leaves_it_to_its_parent(tmp_path):
 
 def test_a_state_folder_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"cannot use service\.state_dir .*file"):
+    with pytest.raises(StoreError, match=r"cannot use service\.state_dir .*file.*\. Set it "):
         service(tmp_path / "file")
     (tmp_path / "contexts.sqlite").write_text("no database, but longer than nothing")
     for _ in range(2):  # a folder that could not be opened is not kept
