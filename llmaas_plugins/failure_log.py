@@ -23,7 +23,7 @@ class FailureLog:
         """Count a failure; log the first one since the last success, with the error's traceback."""
         self.n_failures += 1
         if self.n_failures == 1:
-            told = f"{message}; until it works again, the next failures are only counted"
+            told = f"{message}; until it works again, further failures are only counted"
             self._log.log(self._level, told, *values, exc_info=error)
 
     def worked(self) -> None:

@@ -252,8 +252,14 @@ def latency_path(model: Path, table: str) -> Path:
         StoreError: The file cannot be read.
     """
     elastic = read_elastic(model)
-    if elastic is None or table not in elastic.tables:
-        raise ConfigError(f"{model} has no table {table!r} of widths")
+    if elastic is None:
+        raise ConfigError(
+            f"{model} has no widths; `llmaas elastic prepare {model}` writes a file that has."
+        )
+    if table not in elastic.tables:
+        raise ConfigError(
+            f"{model} has no table {table!r} of widths; expected one of {', '.join(elastic.tables)}"
+        )
     digest = hashlib.sha256(file_digest(model).encode())
     digest.update(Machine.this().model_dump_json().encode())
     digest.update(np.array(elastic.levels).tobytes())

@@ -49,7 +49,8 @@ def write_container(path: Path, header: ContainerHeader, steps: Iterable[Step]) 
     partial = path.with_name(f"{path.name}.partial")
     what = f"cannot write {path}"
     then = f" The unfinished {partial} stays: the same command continues from there."
-    with as_store_error(what), taken(partial) as fd, as_store_error(what, then):
+    place = f" It must be beside the model; {path.parent.absolute()} must be writable."
+    with as_store_error(what, place), taken(partial) as fd, as_store_error(what, then):
         journal = _Journal(fd, header)
         for step in steps:
             if not journal.has(step.names):

@@ -26,5 +26,5 @@ def test_the_first_failure_is_told_and_the_first_after_it_worked(lines):
     failures.failed("cannot write: %s", 9)
     assert lines()[1:] == [
         "it works again, after 5 failures",
-        "cannot write: 9; until it works again, the next failures are only counted",
+        "cannot write: 9; until it works again, further failures are only counted",
     ]

@@ -21,6 +21,8 @@ __all__ = ["FaissIndex"]
 
 _TRAINED_ON = 64
 """Keys per list from which the lists' centers are learned."""
+_LEAST_PER_LIST = 39
+"""Keys per list below which faiss warns that it cannot learn the lists."""
 _VISITED = 0.05
 """Share of the lists that one search visits."""
 
@@ -43,7 +45,7 @@ class FaissIndex:
             ConfigError: faiss is not installed.
         """
         faiss = _faiss()
-        n_lists = max(1, math.isqrt(n))
+        n_lists = max(1, min(math.isqrt(n), n // _LEAST_PER_LIST))
         quantizer = faiss.IndexFlatL2(n_dims)
         kind = faiss.ScalarQuantizer.QT_8bit
         index = faiss.IndexIVFScalarQuantizer(quantizer, n_dims, n_lists, kind, faiss.METRIC_L2)

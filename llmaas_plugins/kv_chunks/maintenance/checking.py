@@ -15,18 +15,13 @@ from llmaas_plugins.kv_chunks.maintenance.snapshot import (
     read_payloads,
     read_snapshot,
 )
+from llmaas_plugins.kv_chunks.store.chunk_reader import DEFECTS
 from llmaas_plugins.kv_chunks.store.index import ChunkRow
 
 __all__ = ["CheckResult", "Progress", "check_store"]
 
 Progress = Callable[[Sequence[ChunkRow]], Iterable[ChunkRow]]
 _RECHECK_S = 2.0
-_DEFECTS = {
-    Status.ECORRUPT: "its bytes are damaged",
-    Status.ESTALE: "another chunk is stored in its place",
-    Status.EIO: "it cannot be read",
-    Status.EUNSUPPORTED: "its format is unknown",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ def check_store(directory: Path, progress: Progress = iter) -> CheckResult:
         problems.append(f"invalid rows in the index: {snapshot.n_invalid_rows}")
     damaged = _damaged(snapshot, progress) if snapshot.has_matching_slab else {}
     problems += [
-        f"chunk {_short(key)}: {_DEFECTS.get(status, status.name)}"
+        f"chunk {_short(key)}: {DEFECTS.get(status, status.name)}"
         for key, status in damaged.items()
     ]
     gone = [row for row in snapshot.rows.values() if not snapshot.is_reachable(row)]

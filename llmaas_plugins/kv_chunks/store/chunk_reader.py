@@ -13,10 +13,18 @@ from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk
 
-__all__ = ["ChunkReader"]
+__all__ = ["DEFECTS", "ChunkReader"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
 _REFILL_CHUNKS = 16
+
+DEFECTS = {
+    _native.Status.ECORRUPT: "its bytes are damaged",
+    _native.Status.ESTALE: "another chunk is stored in its place",
+    _native.Status.EIO: "it cannot be read",
+    _native.Status.EUNSUPPORTED: "its format is unknown",
+}
+"""Reasons why stored bytes are no chunk, by the status of reading them."""
 
 
 class ChunkReader:
@@ -160,11 +168,13 @@ class ChunkReader:
                     continue
                 self._residency.ram.cancel(offset, chunk.size)
                 if status != _native.Status.OK and self._residency.tree.get(chunk.id.key) is chunk:
-                    unusable.append(status.name)
+                    unusable.append(DEFECTS.get(status, status.name))
                     self.drop_damaged(chunk)
             if unusable:
                 found = unusable[0]
-                self._read_failures.failed("a stored chunk is unusable (%s); recomputing it", found)
+                self._read_failures.failed(
+                    "a stored chunk is unusable: %s; its tokens are recomputed", found
+                )
             elif pending:
                 self._read_failures.worked()
 

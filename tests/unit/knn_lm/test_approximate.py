@@ -58,6 +58,16 @@ def test_most_neighbors_are_found_and_their_distances_are_exact(path, n_dims):
     about.close()
 
 
+def test_a_small_datastore_is_indexed_without_a_warning(path, capfd):
+    pytest.importorskip("faiss")
+    made_of = pairs(75)
+    Datastore.write(path, basis=None, **made_of)
+    about = Datastore.open(path, MODEL, "faiss")
+    assert 7 in about.search(made_of["keys"][7].astype(np.float32), 5).rows
+    about.close()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_few_pairs_are_no_fewer(path):
     pytest.importorskip("faiss")
     Datastore.write(path, basis=None, **pairs(5))

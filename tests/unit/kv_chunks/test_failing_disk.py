@@ -94,7 +94,7 @@ def test_slab_that_cannot_be_read_is_a_miss(open_store, tmp_path):
 
 def test_slab_that_stays_unreadable_is_told_once(open_store, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    told = "a stored chunk is unusable (EIO)"
+    told = "a stored chunk is unusable: it cannot be read; its tokens are recomputed;"
     texts = [text((i * 1000, 64)) for i in range(6)]
     store = open_store(ram=60, disk=90)
     for tokens in texts:
@@ -231,7 +231,7 @@ def test_a_full_disk_is_told_once_then_counted(open_store, monkeypatch, caplog):
         save(store, text((1000 * n, 64)))
         store.flush()
     assert len(lines()) == 1
-    assert "the next failures are only counted" in lines()[0]
+    assert "further failures are only counted" in lines()[0]
     assert store.stats()["io_errors"] == 5
     monkeypatch.setattr(_native, "store_write", whole)
     save(store, text((9000, 64)))
