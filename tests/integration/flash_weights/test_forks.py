@@ -62,7 +62,7 @@ rest()
 is_streamed = streamed(suite)["models"][0]["read_bytes"] > read_before
 print(json.dumps([is_streamed, exit_code(first), exit_code(second)]))
 """
-    assert run(small, PRELUDE + script) == [True, 0, 0]
+    assert run(small, PRELUDE + script, is_forked=True) == [True, 0, 0]
 
 
 def test_a_child_of_a_parent_that_computes_is_told_so(small):
@@ -73,7 +73,7 @@ def is_told():
 child = while_another_computes(is_told)
 print(json.dumps([child, decode(beside), tokens(llama, 8) == expected]))
 """
-    assert run(small, COMPUTING + script) == [0, 0, True]
+    assert run(small, COMPUTING + script, is_forked=True) == [0, 0, True]
 
 
 def test_a_child_makes_a_context_of_a_model_that_its_parent_computes_with(small):
@@ -84,7 +84,7 @@ def make_one():
     llama_cpp.llama_free(made)
 print(json.dumps(while_another_computes(make_one)))
 """
-    assert run(small, COMPUTING + script) == 0
+    assert run(small, COMPUTING + script, is_forked=True) == 0
 
 
 def test_a_child_leaves_alone_weights_that_its_parent_computes_with(small):
@@ -101,7 +101,7 @@ def give_back():
 decode(beside), decode(other._ctx.ctx)  # the memory that they compute in is taken
 print(json.dumps(while_another_computes(give_back)))
 """
-    assert run(small, COMPUTING + script) == 0
+    assert run(small, COMPUTING + script, is_forked=True) == 0
 
 
 def test_a_child_deactivates_while_its_parent_loads_a_model(small):
@@ -124,4 +124,4 @@ ends.set()
 thread.join()
 print(json.dumps(child))
 """
-    assert run(small, PRELUDE + script) == 0
+    assert run(small, PRELUDE + script, is_forked=True) == 0

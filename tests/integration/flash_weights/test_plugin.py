@@ -125,7 +125,8 @@ try:
 except Exception as error:
     print(json.dumps(f"{type(error).__name__}: {error}"))
 """
-    assert "BudgetError: a memory_budget of 30 MiB cannot be met" in run(small, script)
+    message = run(small, script, is_forked=True)
+    assert "BudgetError: a memory_budget of 30 MiB cannot be met" in message
 
 
 LEAST = """
@@ -161,7 +162,7 @@ suite, llama = app(resident_bytes() + 2000 * MIB)
 tokens(llama, 4)
 print(json.dumps(streamed(suite)))
 """
-    status = run(small, script)
+    status = run(small, script, is_forked=True)
     assert status["mode"] == "off"
     assert status["models"] == []
     assert "so it is not streamed" in status["left_alone"][str(small)]
@@ -205,7 +206,7 @@ try:
 except Exception as error:
     print(json.dumps(f"{type(error).__name__}: {error}"))
 """
-    message = run(path, script, is_packed=True)
+    message = run(path, script, is_packed=True, is_forked=True)
     assert "it was made from another model file, or the model file has changed since" in message
     assert "Run `llmaas flash pack" in message
 
@@ -271,7 +272,8 @@ try:
 except Exception as error:
     print(json.dumps(f"{type(error).__name__}: {error}"))
 """
-    assert "is not a packed file, or is damaged" in run(path, script, is_packed=True)
+    message = run(path, script, is_packed=True, is_forked=True)
+    assert "is not a packed file, or is damaged" in message
 
 
 @pytest.mark.parametrize(
