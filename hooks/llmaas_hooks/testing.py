@@ -196,9 +196,10 @@ def check_contract(
     """
     _check_settings(kind, settings)
     config = kind.Config(**settings)
-    threads, files = threading.active_count(), _open_files()
+    threads, files = set(threading.enumerate()), _open_files()
     plugin = kind(config)
-    assert threading.active_count() == threads, "the constructor starts a thread; start it later"
+    started = set(threading.enumerate()) - threads
+    assert not started, "the constructor starts a thread; start it later"
     opened = _open_files() - files
     assert not opened, f"the constructor opens files: {opened}; open them at the first use"
     with running({"unused": plugin}):

@@ -42,6 +42,20 @@ def test_a_sound_plugin_passes():
     check_contract(Sound, {"token": 7}, use)
 
 
+def test_a_thread_of_somebody_else_may_end_meanwhile():
+    ends = threading.Event()
+    other = threading.Thread(target=ends.wait)
+    other.start()
+
+    class Patient(Sound):
+        def __init__(self, config):
+            super().__init__(config)
+            ends.set()
+            other.join()
+
+    check_contract(Patient, {}, use)
+
+
 def test_a_request_is_served():
     with running({"sound": Sound(Sound.Config(token=7))}) as plugins:
         assert serve(plugins.hooks, FakeEngine(), PROMPT) == [7, 7, 7]
