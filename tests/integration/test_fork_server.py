@@ -104,6 +104,15 @@ def test_one_that_waits_and_one_that_is_killed():
         assert first.wait() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_that_is_told_to_end_at_once(number):
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    options = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    with fork_server.Process(command, **options) as process:
+        os.killpg(process.pid, number)
+        assert process.wait(60) == -number
+
+
 def test_the_server_ends_with_its_user_and_kills_what_is_left():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -114,7 +123,7 @@ def test_the_server_ends_with_its_user_and_kills_what_is_left():
 
     server = begin(serve)
     theirs.close()
-    socket.send_fds(ours, [b"{}"], [0, 1, 2])
+    socket.send_fds(ours, [b'{"has_session": false}'], [0, 1, 2])
     child = os.pidfd_open(json.loads(ours.recv(100)))
     ours.close()
     assert exit_code(server) == 0

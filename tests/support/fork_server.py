@@ -56,7 +56,7 @@ class Process(subprocess.Popen):
     """
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):  # noqa: PLR0917
-        *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[3:9]
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[3:9]
         python, *command = map(str, args)
         assert (python, preexec_fn, pass_fds) == (sys.executable, None, ())
         job = {
@@ -157,7 +157,7 @@ def main(fd):
     with closing(socket.socket(fileno=fd)) as connection:
         job = _serve(connection)
     if job is not None:
-        _become(*job)
+        _become(job)
 
 
 def _import():
@@ -170,7 +170,7 @@ def _import():
 
 
 def _serve(connection):
-    """Answer requests; return None at the end, and in each forked process its job and files."""
+    """Answer requests; return None at the end, and in each forked process its job."""
     children = set()
     while True:
         content, fds, _, _ = socket.recv_fds(connection, _MOST_BYTES, 3)
@@ -178,35 +178,37 @@ def _serve(connection):
             break
         request = json.loads(content)
         if fds:
-            answer = os.fork()
-            if answer == 0:
-                return request, fds
-            children.add(answer)
+            pid = os.fork()
+            if pid == 0:
+                for number, fd in enumerate(fds):
+                    os.dup2(fd, number)
+                    os.close(fd)
+                if request["has_session"]:
+                    os.setsid()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                connection.send(json.dumps(os.getpid()).encode())  # now it can take signals
+                return request
+            children.add(pid)
             for fd in fds:
                 os.close(fd)
         else:
             answer = os.waitpid(request["ended"], os.WNOHANG)
             children.discard(answer[0])
-        connection.send(json.dumps(answer).encode())
+            connection.send(json.dumps(answer).encode())
     for pid in children:  # no test waits for them any more
         os.kill(pid, signal.SIGKILL)
     return None
 
 
-def _become(job, fds):
+def _become(job):
     """Do what a new interpreter does with this command."""
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-        os.close(fd)
-    if job["has_session"]:
-        os.setsid()
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environ"])
     sys.stdout.reconfigure(line_buffering=bool(os.environ.get("PYTHONUNBUFFERED")))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.modules["__main__"] = module = ModuleType("__main__")
     how, what, *sys.argv[1:] = job["command"]
+    sys.orig_argv = [sys.executable, *job["command"]]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [job["cwd"] if how == "-m" else "", *filter(None, paths)]
     if how == "-m":
