@@ -50,7 +50,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Transport) -> None:
         """Expect a request; drop a connection if there are too many."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that writing pauses when any byte is not taken
+        # Writing pauses when any byte is not taken. With 0, asyncio's TLS pauses when all are, too.
+        is_tls = transport.get_extra_info("sslcontext") is not None
+        transport.set_write_buffer_limits(1 if is_tls else 0, 0)
         self._watch_request()
         connections = [found for found in self.connections if not found.is_dropped]
         if len(connections) > self._limits.max_connections:
