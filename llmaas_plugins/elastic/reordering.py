@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.units import Blocks, Scores
 from llmaas_plugins.model.gguf_header import GGUFTensor
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 __all__ = ["Bytes", "Move", "Order", "check_order", "inverse_of", "move_of", "moved", "order_by"]
 
@@ -124,8 +127,7 @@ def moved(content: Bytes, move: Move) -> Iterator[Bytes]:
         here = slice(first, first + n_at_once)
         rows = old[here] if move.rows is None else old[move.rows[here]]
         if move.requantized is not None:
-            values = quants.dequantize(rows, move.requantized)[:, move.pieces]
-            rows = quants.quantize(values, move.requantized)
+            rows = _requantized(rows, move.pieces, move.requantized)
         elif move.pieces is not None:
             rows = _in_other_order(rows, move.pieces)
         yield rows.reshape(-1)
@@ -164,3 +166,11 @@ def _in_other_order(rows: Bytes, pieces: NDArray[np.intp]) -> Bytes:
     n_bytes = rows.shape[1] // len(pieces)
     wholes = rows.view({2: "u2", 4: "u4"}.get(n_bytes, f"V{n_bytes}"))
     return wholes.take(pieces, axis=1).view(np.uint8)
+
+
+def _requantized(
+    rows: Bytes, pieces: NDArray[np.intp] | None, type_: GGMLQuantizationType
+) -> NDArray[np.uint8]:
+    from gguf import quants  # takes memory that apps with prepared models need not spend
+
+    return np.asarray(quants.quantize(quants.dequantize(rows, type_)[:, pieces], type_))
