@@ -23,6 +23,7 @@ __all__ = [
     "books",
     "chat_lines",
     "chat_rows",
+    "documents_by_kind",
     "packaged_chats",
     "packaged_documents",
     "packaged_lines",
@@ -38,6 +39,8 @@ VALIDATION_TEXT = Path("lm/reference_val.txt")
 """Parts of the reference model's text, in the folder of the data sets."""
 
 _DOCUMENT = "\n<|doc|>\n"
+_N_DOCUMENTS, _CHARACTERS_OF_A_BOOK = 2000, 400_000
+"""Most documents of a kind, and most characters of each novel."""
 
 
 def chat_rows(data: Path, name: str) -> Iterator[dict[str, Any]]:
@@ -52,6 +55,21 @@ def chat_lines(data: Path, name: str) -> list[list[str]]:
         [_line(turn["role"], turn["content"]) for turn in row["turns"]]
         for row in chat_rows(data, name)
     ]
+
+
+def documents_by_kind(data: Path) -> dict[str, list[str]]:
+    """Return some documents of each kind of text; the reference model was trained on the first."""
+    news = (data / "tasks/ag_news_test.jsonl").open(encoding="utf-8")
+    with news:
+        stories = [f"{row['title']}\n{row['text']}" for row in map(json.loads, news)]
+    return {
+        "the training text's kind": read_documents(data / VALIDATION_TEXT),
+        "service dialogs": _chat_documents(data, "sgd_dev"),
+        "novels": [book[:_CHARACTERS_OF_A_BOOK] for book in books(data)],
+        "news": stories[:_N_DOCUMENTS],
+        "instructions with answers": _chat_documents(data, "alpaca_a"),
+        "encyclopedia": [wikitext(data)],
+    }
 
 
 def books(data: Path) -> list[str]:
@@ -96,6 +114,10 @@ def packaged_lines() -> list[list[str]]:
 def packaged_documents() -> list[str]:
     """Return the packaged conversations as documents."""
     return ["\n".join(lines) for lines in packaged_lines()]
+
+
+def _chat_documents(data: Path, name: str) -> list[str]:
+    return ["\n".join(lines) for lines in chat_lines(data, name)[:_N_DOCUMENTS]]
 
 
 def _line(role: str, content: str) -> str:

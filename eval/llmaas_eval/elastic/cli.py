@@ -21,6 +21,7 @@ from llmaas_eval.data import (
     DATA,
     TRAINING_TEXT,
     VALIDATION_TEXT,
+    documents_by_kind,
     packaged_documents,
     read_documents,
 )
@@ -102,10 +103,12 @@ def _material(args: argparse.Namespace, folder: Path) -> Material:
     levels = sorted(args.levels, reverse=True)
     if args.quick:
         windows = windows_of(args.model, packaged_documents(), 2, 64)
-        return Material(args.model, args.prepared, windows, windows, levels, folder)
+        kinds = {"packaged chats": windows}
+        return Material(args.model, args.prepared, windows, windows, levels, folder, kinds)
     # Windows are spread evenly over the text, so read 8 times the tokens that they need.
     text = read_documents(args.text, _CHARACTERS * 8 * args.windows * _N_TOKENS)
     training = read_documents(args.calibration, _CHARACTERS * 2 * _N_CALIBRATION * _N_TOKENS)
+    others = documents_by_kind(DATA) if "kinds" in args.parts else {}
     return Material(
         args.model,
         args.prepared,
@@ -113,4 +116,8 @@ def _material(args: argparse.Namespace, folder: Path) -> Material:
         windows_of(args.model, training, _N_CALIBRATION, _N_TOKENS),
         levels,
         folder,
+        {
+            kind: windows_of(args.model, found, args.windows, _N_TOKENS)
+            for kind, found in others.items()
+        },
     )

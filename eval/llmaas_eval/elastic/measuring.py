@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmaas_eval.elastic.engine import Variant, readings
@@ -30,6 +30,7 @@ class Material:
         calibration: Text to score importance on, for methods that score it in this study.
         levels: Shares of the blocks' bytes, K and V projections not counted; largest first.
         folder: Folder for temporary model files.
+        kinds: Test text of other kinds, by the kind's name.
     """
 
     source: Path
@@ -38,6 +39,7 @@ class Material:
     calibration: Windows
     levels: Sequence[float]
     folder: Path
+    kinds: Mapping[str, Windows] = field(default_factory=dict)
 
 
 class Measuring:

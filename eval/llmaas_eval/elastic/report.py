@@ -127,12 +127,32 @@ def _continuations(outputs: Sequence[Output]) -> Table:
     return Table(["", f"then {first}", *others], lines, "l".ljust(1 + len(levels), "r"))
 
 
+def _kinds(outputs: Sequence[Output]) -> Table:
+    """Show perplexity over the whole model's, with its interval, for each kind of text."""
+    rows = _rows(outputs, "kinds")
+    found, levels = _by_method(rows), _levels_of([row for row in rows if row.level < 1])
+    tables = [name for name in (_SEARCHED, "uniform") if any(name in row.method for row in rows)]
+    lines = []
+    for method, kind in (row.method.split(": ") for row in rows if row.method != FULL):
+        if method == FULL:
+            full = found[f"{FULL}: {kind}", 1.0].reading
+            over = [
+                between(perplexity_ratio(found[f"{name}: {kind}", level].reading, full), 3)
+                for name in tables
+                for level in levels
+            ]
+            lines.append([kind, number(perplexity(full)), *over])
+    heads = [f"`{name}` {percent(level)}" for name in tables for level in levels]
+    return Table(["", "whole model", *heads], lines, "l".ljust(2 + len(heads), "r"))
+
+
 TABLES: Mapping[str, Maker] = {
     "elastic-perplexity": _perplexities,
     "elastic-agreement": _agreement,
     "elastic-calibration": _calibrations,
     "elastic-continued": _continuations,
     "elastic-types": _types,
+    "elastic-kinds": _kinds,
 }
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmaas_eval.elastic.continued import continued
-from llmaas_eval.elastic.engine import Variant
+from llmaas_eval.elastic.engine import Variant, readings
 from llmaas_eval.elastic.measuring import Material, Measuring
 from llmaas_eval.elastic.methods import METHODS
 from llmaas_eval.elastic.prepared import default_variant
-from llmaas_eval.elastic.rows import Found, Row
+from llmaas_eval.elastic.rows import FULL, Found, Row
 from llmaas_plugins.elastic.units import without_layers
 from llmaas_plugins.model.quantize import quantize
 
@@ -93,11 +93,26 @@ def _continued(measuring: Measuring, choices: Choices) -> list[Row]:
     return [Row(f"from {before:.0%}", then, then, reading) for before, then, reading in found]
 
 
+def _kinds(measuring: Measuring, _: Choices) -> list[Row]:
+    """Measure the prepared file on several kinds of text."""
+    of, rows = measuring.of, []
+    for kind, windows in of.kinds.items():
+        (full,) = readings(of.source, Variant(of.source), windows, kind)
+        rows.append(Row(f"{FULL}: {kind}", 1.0, 1.0, full))
+        for name, variant in measuring.ours.items():
+            found = readings(of.source, variant, windows, f"{kind}, {name}")
+            shares = map(measuring.blocks.share, variant.levels)
+            values = zip(of.levels, shares, found, strict=True)
+            rows += [Row(f"{name}: {kind}", *value) for value in values]
+    return rows
+
+
 PARTS: Mapping[str, Callable[[Measuring, Choices], list[Row]]] = {
     "levels": _levels,
     "layers": _layers,
     "calibration": _calibration,
     "types": _types,
     "continued": _continued,
+    "kinds": _kinds,
 }
 """Function that measures each part, by the part's name."""

@@ -17,6 +17,8 @@ from llmaas_eval.elastic.texts import windows_of
 from llmaas_eval.weights import f16_copy
 from llmaas_plugins.elastic.units import Calibration, Scores, all_units, blocks_of, without_layers
 
+KIND = "packaged chats"
+
 
 @pytest.fixture(scope="module")
 def source(reference_model, tmp_path_factory):
@@ -92,6 +94,15 @@ def test_contexts_change_their_level_on_the_way(source, prepared, capsys):
     assert kl["from 100%", 1.0] == 0
     assert 0 < kl["from 50%", 1.0] < kl["from 100%", 0.5]
     assert kl["from 50%", 0.5] != kl["from 100%", 0.5]
+
+
+def test_a_kind_of_text_is_compared_with_itself(source, prepared, capsys):
+    found = studied(capsys, source, prepared, "--parts", "kinds")["kinds"]
+    rows = {(row["method"], row["level"]): row for row in found}
+    levels = {(f"uniform: {KIND}", 0.8), (f"uniform: {KIND}", 0.5)}
+    assert set(rows) == {("full", 1.0), (f"full: {KIND}", 1.0), *levels}
+    assert rows[f"full: {KIND}", 1.0]["nats"] == rows["full", 1.0]["nats"]
+    assert 0 < sum(rows[f"uniform: {KIND}", 0.8]["kl"]) < sum(rows[f"uniform: {KIND}", 0.5]["kl"])
 
 
 def studied(capsys, source, prepared, *what):

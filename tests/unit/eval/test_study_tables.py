@@ -218,7 +218,7 @@ def measured(method, level, ratio, share=None, **agreement):
 
 def elastic(**parts):
     full = measured(FULL, 1.0, 1.0)
-    names = ("levels", "layers", "calibration", "types", "continued")
+    names = ("levels", "layers", "calibration", "types", "continued", "kinds")
     return as_json({name: [full, *parts[name]] if name in parts else [] for name in names})
 
 
@@ -266,3 +266,18 @@ def test_contexts_that_change_their_level():
         for level, cell in zip(levels, row[1:], strict=True)
     ]
     assert made("elastic-continued", elastic(continued=rows)) == expected
+
+
+def test_kinds_of_text():
+    expected, rows = committed_rows("elastic-kinds"), []
+    pairs = [(name, level) for name in ("searched", "uniform") for level in (0.8, 0.6, 0.5)]
+    for kind, whole, *cells in expected:
+        share_of_full = numbers(whole)[0] / math.exp(2)
+        rows.append(measured(f"{FULL}: {kind}", 1.0, share_of_full))
+        for (name, level), cell in zip(pairs, cells, strict=True):
+            rows.append(measured(f"{name}: {kind}", level, share_of_full * numbers(cell)[0]))
+    found = made("elastic-kinds", elastic(kinds=rows))
+    assert [row[:2] for row in found] == [row[:2] for row in expected]
+    assert forms(found) == forms(expected)
+    firsts = [[numbers(cell)[0] for cell in row[2:]] for row in found]
+    assert firsts == [[numbers(cell)[0] for cell in row[2:]] for row in expected]
