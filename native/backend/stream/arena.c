@@ -35,7 +35,8 @@ typedef struct load {
 struct llmaas_arena {
     llmaas_io *    io;
     llmaas_reading reading;
-    llmaas_graph * graph; /* being computed */
+    llmaas_graph * graph;    /* being computed */
+    bool           is_blank; /* the graph failed, and the memory holds zeros */
 
     char * memory;
     size_t n_bytes, n_least;
@@ -287,8 +288,26 @@ void llmaas_arena_set_least(llmaas_arena * arena, uint64_t n_bytes) {
 /* -- computing a graph ------------------------------------------------------------------------------------------- */
 
 void llmaas_arena_begin(llmaas_arena * arena, llmaas_graph * graph) {
-    arena->graph  = graph;
-    arena->n_plan = 0;
+    arena->graph    = graph;
+    arena->is_blank = false;
+    arena->n_plan   = 0;
+}
+
+/* Let the rest of a failed graph compute with zeros. From other bytes it could write NaN to KV cells, and attention
+ * multiplies also the cells that it does not see: by 0, which leaves NaN. */
+static void make_blank(llmaas_arena * arena) {
+    if (!arena->is_blank) {
+        llmaas_graph_fail(arena->graph);
+        llmaas_io_drain(arena->io);
+        memset(arena->memory, 0, arena->n_bytes);
+        arena->is_blank = true;
+    }
+}
+
+/* Start reads, and return load i. NULL if there is none. */
+static load * started_load(llmaas_arena * arena, size_t i) {
+    submit(arena); /* this may wait, too: a device takes only so many reads at a time */
+    return i < arena->n_loads ? load_at(arena, i) : NULL;
 }
 
 /* Argument of the step before a product, which frees what earlier products used and waits for what this one uses. */
@@ -306,19 +325,19 @@ static void fetch(void * arg, int ith, int nth) {
     if (ith != 0) {
         return;
     }
-    while (arena->n_used < f->first) {
+    while (arena->n_used < f->first && !llmaas_graph_failed(arena->graph)) {
         release(arena);
     }
     const uint64_t started = llmaas_now_ns();
-    submit(arena); /* this may wait, too: a device takes only so many reads at a time */
-    const size_t i = f->index - arena->n_used;
-    load *       l = load_at(arena, i);
-    if (i >= arena->n_loads || !await(arena, l)) {
-        llmaas_graph_fail(arena->graph);
+    load *         l       = llmaas_graph_failed(arena->graph) ? NULL : started_load(arena, f->index - arena->n_used);
+    if (l && await(arena, l)) {
+        arena->n_fetched = f->index + 1;
+        f->weight->data  = bytes_of(arena, l);
+    } else {
+        make_blank(arena);
+        f->weight->data = arena->memory;
     }
-    arena->n_fetched = f->index + 1;
     arena->stats.stalled_ns += llmaas_now_ns() - started;
-    f->weight->data = bytes_of(arena, l);
 }
 
 bool llmaas_arena_use(

@@ -1,6 +1,7 @@
 #include "stream/channels_state.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 
 enum {
@@ -204,7 +205,9 @@ static void multiply(void * arg, int ith, int nth) {
     const uint32_t          n_rows   = (uint32_t) p->node->ne[0], n_chunks = (n_rows + LLMAAS_CHUNK_ROWS - 1) / LLMAAS_CHUNK_ROWS;
     const uint32_t begin = n_chunks * (uint32_t) ith / (uint32_t) nth * LLMAAS_CHUNK_ROWS;
     const uint32_t end   = n_chunks * ((uint32_t) ith + 1) / (uint32_t) nth * LLMAAS_CHUNK_ROWS;
-    if (llmaas_graph_failed(channels->graph)) {
+    const uint32_t last  = end < n_rows ? end : n_rows;
+    if (llmaas_graph_failed(channels->graph)) { /* zeros, as from the arena */
+        memset((float *) p->node->data + begin, 0, begin < last ? (last - begin) * sizeof(float) : 0);
         return;
     }
     if (ith == 0) {
@@ -212,7 +215,7 @@ static void multiply(void * arg, int ith, int nth) {
     }
     if (begin < end) {
         llmaas_active_multiply(channels->active, c->n_bits, channels->columns, c->offset, c->scales, c->mins, c->n_scales,
-                               begin, end < n_rows ? end : n_rows, p->node->data);
+                               begin, last, p->node->data);
     }
 }
 

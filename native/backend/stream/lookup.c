@@ -101,9 +101,10 @@ static void have_rows(void * arg, int ith, int nth) {
     const int64_t         n  = w->numbers->ne[0];
     bool                  ok = true;
     (void) nth;
-    if (ith != 0 || llmaas_graph_failed(w->graph)) {
+    if (ith != 0) {
         return;
     }
+    ok = !llmaas_graph_failed(w->graph);
     for (int64_t i = 0; ok && i < n + DEPTH; i++) {
         ok = i < DEPTH || i - DEPTH >= n || finish(w, i - DEPTH);
         if (ok && i < n) {
@@ -115,7 +116,8 @@ static void have_rows(void * arg, int ith, int nth) {
         }
     }
     llmaas_io_drain(w->lookup->io);
-    if (!ok) {
+    if (!ok) { /* zeros, as from the arena */
+        memset(w->lookup->rows, 0, (size_t) n * w->n_bytes);
         llmaas_graph_fail(w->graph);
     }
 }
