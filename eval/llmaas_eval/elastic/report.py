@@ -162,7 +162,7 @@ def _rows(outputs: Sequence[Output], part: str) -> list[Row]:
     Raises:
         NoRowsError: The part was not measured.
     """
-    rows = from_json(only(outputs)[part])
+    rows = from_json(only(outputs).get(part, ()))
     if not rows:
         raise NoRowsError(f"the part {part} was not measured")
     return rows
