@@ -89,7 +89,7 @@ def lived(on_error):
             said["restored"] = suite.status()["plugins"]["kv_chunks"]["restored_tokens"]
     except IncompatibleError as error:
         said["raised"] = str(error)
-    return said | {"contexts": len(native.backend_context), "lines": [*lines]}
+    return said | {"contexts": len(native.contexts), "lines": [*lines]}
 
 vanilla = answers()
 print(json.dumps([{"vanilla": vanilla} | lived(on_error) for on_error in modes]))

@@ -197,11 +197,11 @@ static load * next_load(llmaas_arena * arena) {
     return l;
 }
 
-/* Start as many reads as there is room for. */
+/* Start as many reads as there is room for, and none for a graph that failed. */
 static void submit(llmaas_arena * arena) {
     load * l = arena->n_loads ? load_at(arena, arena->n_loads - 1) : NULL;
     l        = l && l->n_started < l->n_reads ? l : next_load(arena);
-    for (; l; l = next_load(arena)) {
+    for (; l && !llmaas_graph_failed(arena->graph); l = next_load(arena)) {
         for (; l->n_started < l->n_reads && llmaas_io_room_ahead(arena->io) > 0; l->n_started++) {
             llmaas_io_start(arena->io, &l->reads[l->n_started]);
             arena->stats.n_read += l->reads[l->n_started].n_bytes;
@@ -296,18 +296,12 @@ void llmaas_arena_begin(llmaas_arena * arena, llmaas_graph * graph) {
 /* Let the rest of a failed graph compute with zeros. From other bytes it could write NaN to KV cells, and attention
  * multiplies also the cells that it does not see: by 0, which leaves NaN. */
 static void make_blank(llmaas_arena * arena) {
+    llmaas_graph_fail(arena->graph);
     if (!arena->is_blank) {
-        llmaas_graph_fail(arena->graph);
         llmaas_io_drain(arena->io);
         memset(arena->memory, 0, arena->n_bytes);
-        arena->is_blank = true;
     }
-}
-
-/* Start reads, and return load i. NULL if there is none. */
-static load * started_load(llmaas_arena * arena, size_t i) {
-    submit(arena); /* this may wait, too: a device takes only so many reads at a time */
-    return i < arena->n_loads ? load_at(arena, i) : NULL;
+    arena->is_blank = true;
 }
 
 /* Argument of the step before a product, which frees what earlier products used and waits for what this one uses. */
@@ -329,10 +323,11 @@ static void fetch(void * arg, int ith, int nth) {
         release(arena);
     }
     const uint64_t started = llmaas_now_ns();
-    load *         l       = llmaas_graph_failed(arena->graph) ? NULL : started_load(arena, f->index - arena->n_used);
-    if (l && await(arena, l)) {
+    const size_t   i       = f->index - arena->n_used;
+    submit(arena); /* this may wait, too: a device takes only so many reads at a time */
+    if (!llmaas_graph_failed(arena->graph) && i < arena->n_loads && await(arena, load_at(arena, i))) {
         arena->n_fetched = f->index + 1;
-        f->weight->data  = bytes_of(arena, l);
+        f->weight->data  = bytes_of(arena, load_at(arena, i));
     } else {
         make_blank(arena);
         f->weight->data = arena->memory;
