@@ -192,5 +192,5 @@ def test_files_are_told_apart_by_model_widths_and_machine(tmp_path, reference_mo
     assert len(paths) == 3
     with pytest.raises(ConfigError, match="no table 'best'"):
         latency_path(model, "best")
-    with pytest.raises(ConfigError, match="no table 'uniform'"):
+    with pytest.raises(ConfigError, match="has no widths; `llmaas elastic prepare "):
         latency_path(reference_model, "uniform")
