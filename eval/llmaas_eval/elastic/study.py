@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmaas_eval.elastic.continued import continued
-from llmaas_eval.elastic.engine import Variant, readings
+from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.measuring import Material, Measuring
 from llmaas_eval.elastic.methods import METHODS
 from llmaas_eval.elastic.prepared import default_variant
@@ -95,15 +95,12 @@ def _continued(measuring: Measuring, choices: Choices) -> list[Row]:
 
 def _kinds(measuring: Measuring, _: Choices) -> list[Row]:
     """Measure the prepared file on several kinds of text."""
-    of, rows = measuring.of, []
-    for kind, windows in of.kinds.items():
-        (full,) = readings(of.source, Variant(of.source), windows, kind)
-        rows.append(Row(f"{FULL}: {kind}", 1.0, 1.0, full))
-        for name, variant in measuring.ours.items():
-            found = readings(of.source, variant, windows, f"{kind}, {name}")
-            shares = map(measuring.blocks.share, variant.levels)
-            values = zip(of.levels, shares, found, strict=True)
-            rows += [Row(f"{name}: {kind}", *value) for value in values]
+    rows = []
+    for kind, windows in measuring.of.kinds.items():
+        found = Measuring(replace(measuring.of, windows=windows))
+        rows.append(found.full._replace(method=f"{FULL}: {kind}"))
+        for name, variant in found.ours.items():
+            rows += found.rows(f"{name}: {kind}", variant)
     return rows
 
 
