@@ -1,4 +1,4 @@
-"""Running another Python's commands as a user's shell would."""
+"""Commands as a user's shell runs them, and what they print."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def run_python(python, *arguments, environ=None, **kwargs):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def error_of(captured):
+    """Return a command's error; assert that it is one line, and all that was printed."""
+    assert captured.out == ""
+    assert captured.err.startswith("llmaas: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err

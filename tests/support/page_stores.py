@@ -24,15 +24,15 @@ def text(*parts):
     return np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in parts])
 
 
-def put(store, wanted, bound=BOUND):
-    return store.put(wanted, bound, encoder(GEOM, wanted), is_first=wanted.parent == ROOT)
+def put(store, wanted, bound=BOUND, level=0):
+    return store.put(wanted, bound, encoder(GEOM, wanted, level), is_first=wanted.parent == ROOT)
 
 
-def save(store, tokens, name=None):
-    """Save cells of ``tokens`` as ``Transfer.save`` does."""
+def save(store, tokens, name=None, bits=()):
+    """Save cells of ``tokens`` as ``Transfer.save`` does, the first chunks with these ``bits``."""
     ids = chain(ROOT, tokens)
     for i in store.missing(ids):
-        if not put(store, ids[i]):
+        if not put(store, ids[i], level=bits[i] if i < len(bits) else 0):
             break
     store.touch(ids)
     if name is not None:

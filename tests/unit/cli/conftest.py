@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from commands import error_of
 from kv_stores import (
     OTHER_MODEL,
     ROOT,
@@ -40,10 +41,7 @@ def run_store(capsys, kv):
         code = main(["store", action, "--json", "--store", str(store), *map(str, args)])
         captured = capsys.readouterr()
         if code == 2:
-            assert captured.out == ""
-            assert captured.err.startswith("llmaas: error: ")
-            assert captured.err.count("\n") == 1
-            return code, captured.err
+            return code, error_of(captured)
         return code, json.loads(captured.out)
 
     return run

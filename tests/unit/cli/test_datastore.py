@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from archived import BINDING, assert_holds, fill, record, record_id, select
+from commands import error_of
 from damages import files, overwrite
 
 from llmaas_plugins.chats.exports import Message, load_conversations
@@ -44,10 +45,7 @@ def run(capsys, store):
         code = main(["datastore", action, *forms, "--store", str(store), *map(str, args)])
         captured = capsys.readouterr()
         if code == 2:
-            assert captured.out == ""
-            assert captured.err.startswith("llmaas: error: ")
-            assert captured.err.count("\n") == 1
-            return code, captured.err
+            return code, error_of(captured)
         return code, json.loads(captured.out) if form else captured.out
 
     return run

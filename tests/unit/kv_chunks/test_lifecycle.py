@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from page_stores import BOUND, GEOM, ROOT
+from page_stores import BOUND, ROOT, save
 from stored_chunks import encoder, payload
 
 from llmaas_plugins._native import Codec, KVGeometry, chunk_bound, chunk_peek
@@ -19,19 +19,6 @@ from llmaas_plugins.kv_chunks.store.tree import Chunk
 
 def tokens(first, n_chunks):
     return np.arange(first, first + 16 * n_chunks, dtype=np.int32)
-
-
-def save(store, values, bits=(), name=None):
-    ids = chain(ROOT, values)
-    for i in store.missing(ids):
-        level = bits[i] if i < len(bits) else 0
-        is_first = ids[i].parent == ROOT
-        if not store.put(ids[i], BOUND, encoder(GEOM, ids[i], level), is_first=is_first):
-            break
-    store.touch(ids)
-    if name is not None:
-        store.set_head(name, ids)
-    return ids
 
 
 def in_ram(store, ids):
