@@ -8,7 +8,9 @@ runs each benchmark once with each build; which build goes first alternates. A b
 against vanilla in its own process, so each figure is already a ratio: our time over vanilla's. The
 report shows the median over the rounds of AFTER's ratio divided by BEFORE's, with its 95 %
 interval. AFTER is slower where that is above 1. ``added_us`` (microseconds added to a call) has no
-such ratio: its values are shown unchanged.
+such ratio: its values are shown unchanged. ``--demo`` makes each call of the demo's trace with both
+builds in turn, so that a pair is one call and its figures are seconds. Each round's figures are
+printed as they arrive.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from llmaas_eval.builds_demo import Pair, demo_pairs
 from llmaas_eval.markdown import table
 from llmaas_eval.results import about
 from llmaas_eval.stats import median_interval
@@ -41,18 +44,21 @@ _ADDED = "added_us"
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison and print it as a Markdown table; return the exit status."""
     options = _parser().parse_args(arguments)
-    runs = [("demo", None)] if options.demo else []
-    runs += [(bench, bench) for bench in options.bench]
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    steps = [(i, run) for i in range(options.rounds) for run in runs]
-    for i, (name, bench) in tqdm(steps, unit="run", disable=None):
-        builds = [options.before, options.after]
-        costs: dict[Path, Costs] = {}
-        for build in builds if i % 2 else reversed(builds):
-            costs[build] = _demo(build) if bench is None else _bench(build, bench)
-        for figure in costs[options.after].keys() & costs[options.before].keys():
-            pair = costs[options.before][figure], costs[options.after][figure]
-            found[f"{name.split(' ')[0]}: {figure}"].append(pair)
+    found: dict[str, list[Pair]] = defaultdict(list)
+    steps = [
+        (i, run) for i in range(options.rounds) for run in ["demo"] * options.demo + options.bench
+    ]
+    for i, run in tqdm(steps, unit="run", disable=None):
+        pairs = (
+            demo_pairs(options.before, options.after, i)
+            if run == "demo"
+            else _bench_pairs(options.before, options.after, run, i)
+        )
+        for figure, new in sorted(pairs.items()):
+            before, after = np.median(new, axis=0)
+            label = f"{run.split(' ')[0]}: {figure}"
+            found[label] += new
+            tqdm.write(f"round {i + 1}, {label}: {before:.4g} → {after:.4g}", file=sys.stderr)
     rows = [_row(figure, np.array(pairs)) for figure, pairs in sorted(found.items())]
     sys.stdout.write(f"{_table(rows)}\n")
     if options.json is not None:
@@ -73,13 +79,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _bench_pairs(before: Path, after: Path, bench: str, i: int) -> dict[str, list[Pair]]:
+    """Run one benchmark file with both builds; round ``i`` decides which goes first."""
+    builds = (before, after) if i % 2 else (after, before)
+    costs = {build: _bench(build, bench) for build in builds}
+    shared = costs[before].keys() & costs[after].keys()
+    return {figure: [(costs[before][figure], costs[after][figure])] for figure in shared}
+
+
 def _bench(build: Path, bench: str) -> Costs:
     """Run one benchmark file with one build; return costs by benchmark and figure."""
     file, *options = shlex.split(bench)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "benchmarks.json"
         settings = ("-o", "python_files=bench_*.py", "-o", "python_functions=bench_*")
-        command = [*_python(build), "pytest", f"eval/bench/{file}", *options, *settings]
+        python = str(build / ".venv" / "bin" / "python")
+        command = [python, "-m", "pytest", f"eval/bench/{file}", *options, *settings]
         _run(build, [*command, "--benchmark-only", "-q", f"--benchmark-json={out}"])
         benchmarks = json.loads(out.read_text())["benchmarks"]
     return {
@@ -99,25 +114,6 @@ def _costs(figures: dict[str, Any]) -> Costs:
     return costs | ({_ADDED: figures[_ADDED]} if _ADDED in figures else {})
 
 
-def _demo(build: Path) -> Costs:
-    """Run the demo with one build; return its switch and decode times over vanilla's."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "demo.json"
-        _run(build, [*_python(build), "llmaas_plugins.cli.main", "demo", "--json", str(out)])
-        report = json.loads(out.read_text())
-    costs = {
-        f"{name} over {system}": 1 / found[key]["median"]
-        for system, found in report["speedup"].items()
-        for name, key in (("switch", "switch_s"), ("enter", "enter_s"))
-    }
-    decode = {name: one["decode_tokens_per_s"] for name, one in report["systems"].items()}
-    return costs | {"decode over recompute": decode["recompute"] / decode["llmaas"]}
-
-
-def _python(build: Path) -> list[str]:
-    return [str(build / ".venv" / "bin" / "python"), "-m"]
-
-
 def _run(build: Path, command: list[str]) -> None:
     done = subprocess.run(  # noqa: S603  runs the builds named on the command line
         command,
@@ -132,9 +128,9 @@ def _run(build: Path, command: list[str]) -> None:
 
 
 def _row(figure: str, pairs: Any) -> dict[str, Any]:
-    """Compare pairs of costs, shape ``(n_rounds, 2)``; columns are before and after."""
+    """Compare pairs of costs, shape ``(n_pairs, 2)``; columns are before and after."""
     before, after = np.median(pairs, axis=0)
-    row = {"figure": figure, "before": before, "after": after, "rounds": pairs.tolist()}
+    row = {"figure": figure, "before": before, "after": after, "pairs": pairs.tolist()}
     if figure.endswith(_ADDED):
         return row
     ratio, low, high = median_interval(pairs[:, 1] / pairs[:, 0])
@@ -145,7 +141,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         ratio = f"{row['ratio']:.3f} ({row['low']:.3f}–{row['high']:.3f})" if "low" in row else ""
-        lines.append([row["figure"], f"{row['before']:.3f}", f"{row['after']:.3f}", ratio])
+        lines.append([row["figure"], f"{row['before']:.4g}", f"{row['after']:.4g}", ratio])
     return table(["figure", "before", "after", "after / before"], lines)
 
 

@@ -22,7 +22,7 @@ from llmaas_plugins.demo.worker import CallResult, Failed, Usage, WorkerSpec, se
 from llmaas_plugins.model.loading import vocabulary
 from llmaas_plugins.signals import signals_wait
 
-__all__ = ["OURS", "DemoOptions", "DemoRun", "run_demo"]
+__all__ = ["OURS", "DemoOptions", "DemoRun", "ram_budget", "run_demo", "worker_spec"]
 
 OURS = "llmaas"
 _SYSTEMS = ("recompute", "state files", "LlamaDiskCache", OURS)
@@ -87,13 +87,13 @@ def run_demo(options: DemoOptions) -> DemoRun:
     """
     scripts = scripts_from(options.data, options.n_contexts)
     trace = make_trace(scripts, options.n_calls, options.seed)
-    budget = _ram_budget(options, scripts)
+    budget = ram_budget(options, scripts)
     results: dict[str, list[CallResult]] = {name: [] for name in _SYSTEMS}
     made: list[ScriptedCall] = []
     full: set[int] = set()
     with ExitStack() as stack:
         folder = stack.enter_context(_folder())
-        specs = [_spec(name, options, scripts, folder, budget) for name in _SYSTEMS]
+        specs = [worker_spec(name, options, scripts, folder, budget) for name in _SYSTEMS]
         pipes = {spec.system: stack.enter_context(_worker(spec)) for spec in specs}
         for name, pipe in pipes.items():
             _receive(name, pipe)
@@ -137,7 +137,7 @@ def _call_all(
     return row
 
 
-def _ram_budget(options: DemoOptions, scripts: Sequence[Script]) -> int:
+def ram_budget(options: DemoOptions, scripts: Sequence[Script]) -> int:
     """Return the bytes of ``budget_share`` of all contexts' f16 KV cache at their final length."""
     with vocabulary(options.model) as vocab:
         lengths = [
@@ -165,9 +165,10 @@ def _kv_bytes_per_token(metadata: dict[str, str]) -> int:
     return number("block_count") * n_head_kv * head_dim * 2 * 2
 
 
-def _spec(
+def worker_spec(
     name: str, options: DemoOptions, scripts: Sequence[Script], folder: Path, budget: int
 ) -> WorkerSpec:
+    """Return a system's settings, and make the folder for its files in ``folder``."""
     own = folder / name.replace(" ", "-")
     own.mkdir()
     llama: dict[str, Any] = {"n_ctx": options.n_ctx, "flash_attn": True}
