@@ -102,7 +102,7 @@ bench: setup
 
 setup: $(VENV)/.installed $(VENV)/.eval
 
-# This compiles llama-cpp-python for about five minutes on two cores; everything else takes seconds.
+# This compiles llama-cpp-python for about three minutes on two cores; everything else takes seconds.
 $(VENV)/.requirements: requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed; set PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
