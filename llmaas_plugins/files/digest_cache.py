@@ -39,8 +39,8 @@ def find(stamp: FileStamp) -> bytes | None:
 
     Finding an entry makes it the most recently used one.
     """
-    path = _directory() / _name(stamp)
     try:
+        path = _directory() / _name(stamp)
         fd = _FILES.open(path, os.O_RDONLY)
     except StoreError:
         return None
@@ -58,8 +58,8 @@ def find(stamp: FileStamp) -> bytes | None:
 
 def keep(stamp: FileStamp, digest: bytes) -> None:
     """Cache a digest; if that fails, later processes read the file again."""
-    directory = _directory()
     try:
+        directory = _directory()
         _FILES.directory(directory)
         fd, partial = tempfile.mkstemp(prefix=_PARTIAL, dir=directory)
         try:
@@ -83,8 +83,18 @@ def _tell(reason: str) -> None:
 
 
 def _directory() -> Path:
+    """Return the folder of the entries.
+
+    Raises:
+        StoreError: The user has no home folder, as in some containers.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "llmaas" / "digests"
+    if not base.is_absolute():
+        try:
+            base = Path("~/.cache").expanduser()
+        except RuntimeError:
+            raise StoreError("this user has no home folder; set XDG_CACHE_HOME or HOME") from None
+    return base / "llmaas" / "digests"
 
 
 def _name(stamp: FileStamp) -> str:

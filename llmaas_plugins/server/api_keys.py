@@ -24,9 +24,13 @@ class ApiKeys:
         """Accept the administrator's key, and the key of each app.
 
         Raises:
-            ConfigError: An app has the administrator's key, which would give it access to
-                everything.
+            ConfigError: The administrator's key is empty, so that no caller could have it; or an
+                app has that key, which would give it access to everything.
         """
+        if administrator is not None and not administrator.strip():
+            raise ConfigError(
+                "--api_key is empty. Give a key, or leave the option out to serve without one."
+            )
         for app, key in apps.items():
             if key == administrator:
                 raise ConfigError(

@@ -114,3 +114,9 @@ def test_no_app_has_the_administrators_key():
     with pytest.raises(ConfigError, match="app 'mail' has the administrator's key") as caught:
         ApiKeys(MAIL, {"mail": MAIL})
     assert MAIL not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_is_no_key(key):
+    with pytest.raises(ConfigError, match="--api_key is empty"):
+        ApiKeys(key, {})
