@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from llama_cpp import llama_cpp
 
@@ -66,6 +67,7 @@ class CallQueue(forks.Forked):
         self._step = forks.lock()
         self._is_closed = False
         self._running: str | None = None  # id of the context in which a call runs
+        self._counted: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
         forks.watch(self)
 
     def n_calls(self) -> int:
@@ -111,7 +113,9 @@ class CallQueue(forks.Forked):
                 started = time.perf_counter()
                 window = Window(self._config, llama)
                 messages = [*record.messages, {"role": "user", "content": prompt}]
-                seen_from = window.start(record, messages, options)
+                counted = self._counted.setdefault(llama, set())
+                is_counted = record.id in counted
+                seen_from = window.start(record, messages, options, is_counted=is_counted)
             seen = visible(messages, seen_from)
             n_left_out = len(visible(messages, record.seen_from)) - len(seen)
             pieces: list[str] = []
@@ -130,6 +134,7 @@ class CallQueue(forks.Forked):
             record.seen_from = seen_from
             if not self._log.update(record):
                 raise LookupError(f"context {record.id} was deleted during the call")
+            counted.add(record.id)
             total_s = time.perf_counter() - started
             n_tokens = record.n_tokens
             return Reply(text, finish_reason, n_tokens, n_left_out, first_token_s, total_s)
@@ -154,6 +159,8 @@ class CallQueue(forks.Forked):
             freed = 0 if suite is None else sum(map(suite.evict, context_ids))
         finally:
             self._log.erase()
+        for counted in list(self._counted.values()):
+            counted.difference_update(context_ids)
         for context_id in context_ids:
             if suite is None:
                 self._log.leave_deletion(context_id)

@@ -38,20 +38,29 @@ class Window:
         self._llama = llama
         self._slides = config.at_limit == "slide"
 
-    def start(self, record: ContextRecord, messages: Messages, options: dict[str, Any]) -> int:
+    def start(
+        self,
+        record: ContextRecord,
+        messages: Messages,
+        options: dict[str, Any],
+        *,
+        is_counted: bool,
+    ) -> int:
         """Return the index of the first of ``messages`` that the model is to see.
 
         Args:
             record: The context.
             messages: The context's messages, and the prompt.
             options: Options of ``Llama.create_chat_completion``.
+            is_counted: Whether this engine counted the tokens in ``record``. Another model may have
+                counted them before a restart, or a server with several models did.
 
         Raises:
             LimitError: The prompt does not fit.
         """
         room = _reply_room(options["max_tokens"], self.limit)
         n_new = len(messages[-1]["content"].encode()) + _AROUND_A_TURN
-        if record.n_calls and record.n_tokens + n_new + room <= self.limit:
+        if is_counted and record.n_tokens + n_new + room <= self.limit:
             return record.seen_from  # saves tokenizing a long context, which takes milliseconds
 
         @functools.cache
@@ -61,7 +70,7 @@ class Window:
         start = record.seen_from
         if self._slides:
             start = slide(messages, start, self.limit, room, length)
-        was_full = start == record.seen_from and record.n_tokens >= self.limit
+        was_full = is_counted and start == record.seen_from and record.n_tokens >= self.limit
         if was_full or length(start) >= self.limit:
             raise self.full(record, length(start))
         return start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sqlite3
 
 import pytest
 from served import drain, serving
@@ -11,6 +12,8 @@ from served import drain, serving
 from llmaas_hooks import LimitError
 from llmaas_plugins import activate
 from llmaas_plugins.service import LLMService, ServiceConfig
+from llmaas_plugins.service.context_log import ContextRecord
+from llmaas_plugins.service.window import Window
 
 # Evaluate tokens one by one: texts must not depend on which tokens were restored.
 ENGINE = {"n_ctx": 256, "n_ubatch": 1, "n_threads_batch": 1, "flash_attn": True}
@@ -231,3 +234,25 @@ def test_over_http(tmp_path):
         assert starts == {short.id: 0, context.id: record["seen_from"]}
         assert record["seen_from"] == 1 + sum(n for _, n in found)
         assert len(record["messages"]) == 21
+
+
+def test_a_full_context_that_another_model_counted(start, tmp_path):
+    """Before a restart, a model with another vocabulary counted so many tokens that none fits."""
+    with start() as (service, _):
+        context = service.bind("mail").new_context(SYSTEM)
+        converse(context, 1)
+    with contextlib.closing(sqlite3.connect(tmp_path / "state" / "contexts.sqlite")) as log, log:
+        log.execute("UPDATE contexts SET n_tokens=10000")
+    with start() as (service, _):
+        context = service.bind("mail").context(context.id)
+        assert context.call(TURNS[1], **GREEDY).text
+        assert context.record().n_tokens < ENGINE["n_ctx"]
+
+
+def test_a_long_context_in_which_another_model_counted_few_tokens(make_llama, tmp_path):
+    window = Window(ServiceConfig(state_dir=tmp_path), make_llama(**ENGINE | {"n_ctx": 1024}))
+    turns = [{"role": "user", "content": TURNS[3]}, {"role": "assistant", "content": TURNS[4]}] * 99
+    record = ContextRecord("c", "mail", turns, n_tokens=1, n_calls=99)
+    messages = [*turns, {"role": "user", "content": TURNS[1]}]
+    assert window.start(record, messages, GREEDY, is_counted=True) == 0
+    assert window.start(record, messages, GREEDY, is_counted=False) > len(turns) // 2
