@@ -6,7 +6,6 @@ order. Any llama.cpp can load it, and restoring it gives the model's file back b
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import struct
@@ -18,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from llmaas_hooks import ConfigError, StoreError
+from llmaas_plugins.elastic.adapter_index import content_end
 from llmaas_plugins.elastic.metadata import (
     PREFIX,
     Elastic,
@@ -28,8 +28,8 @@ from llmaas_plugins.elastic.metadata import (
 )
 from llmaas_plugins.elastic.reordering import Bytes, Order, check_order, inverse_of, move_of, moved
 from llmaas_plugins.elastic.units import Blocks, blocks_in
-from llmaas_plugins.files.file_bytes import as_store_error, read_into, sync_directory, write
-from llmaas_plugins.files.partial_file import taken
+from llmaas_plugins.files.file_bytes import as_store_error, read_into, write
+from llmaas_plugins.files.partial_file import replaced
 from llmaas_plugins.model.gguf_header import GGUFHeader, GGUFTensor, read_header
 
 __all__ = ["check_is_another", "restore", "write_prepared", "write_reordered"]
@@ -172,7 +172,10 @@ class _Model:
         os.close(self._fd)
 
     def contents(self, entries: Sequence[bytes], reordered: _Moved) -> Iterator[Bytes]:
-        """Yield the file's bytes in pieces, with these entries as the plugin's only fields."""
+        """Yield the file's bytes in pieces, with these entries as the plugin's only fields.
+
+        Adapters are left out.
+        """
         yield np.frombuffer(self.beginning(entries), np.uint8)
         at = self.header.data_at
         for name, tensor in sorted(self.header.tensors.items(), key=lambda item: item[1].at):
@@ -185,7 +188,7 @@ class _Model:
             else:
                 yield from self._plain(tensor.at, end)
             at = end
-        yield from self._plain(at, self.header.n_bytes)
+        yield from self._plain(at, content_end(self.header))
 
     def beginning(self, entries: Sequence[bytes]) -> bytes:
         """Return the file's header with these entries as the plugin's only fields."""
@@ -234,26 +237,5 @@ def _write(
     contents: Iterable[Bytes],
     finish: Callable[[int], None] = lambda _fd: None,
 ) -> Iterator[int]:
-    """Write a file completely, or leave an existing one unchanged."""
     check_is_another(source, path)
-    partial, n_written = path.with_name(f"{path.name}.partial"), 0
-    with as_store_error(f"cannot write {path}"), taken(partial) as fd, _removed(partial):
-        os.ftruncate(fd, 0)
-        for content in contents:
-            write(fd, content.data, n_written)
-            n_written += content.size
-            yield content.size
-        finish(fd)
-        os.fsync(fd)
-        partial.replace(path)
-        sync_directory(path.parent)
-
-
-@contextlib.contextmanager
-def _removed(partial: Path) -> Iterator[None]:
-    """Remove the partial file on any error: a full disk may be the cause."""
-    try:
-        yield
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    return replaced(path, (content.data for content in contents), finish)
