@@ -68,6 +68,7 @@ class Decoder:
     Attributes:
         architecture: The model's architecture.
         blocks: The model's units.
+        n_vocab: Size of the vocabulary.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,6 +84,7 @@ class Decoder:
         self._tensors = read_header(path).tensors
         self._bytes = np.memmap(path, np.uint8, "r")
         self._output = "output" if "output.weight" in self._tensors else "token_embd"
+        self.n_vocab = self._tensors[f"{self._output}.weight"].n_rows
 
     def weights(self, layer: int) -> Weights:
         """Read the weights of a layer."""
@@ -162,9 +164,11 @@ class Decoder:
         if a.score_cap:
             y = _capped_attention(q, k, v, mask, a.score_scale, a.score_cap)
         else:
+            # without a leading dimension, torch refuses grouped queries
+            operands = (part if part.dim() > 3 else part[None] for part in (q, k, v))
             y = functional.scaled_dot_product_attention(
-                q[None], k[None], v[None], mask, scale=a.score_scale, enable_gqa=True
-            )[0]
+                *operands, mask, scale=a.score_scale, enable_gqa=True
+            ).view_as(q)
         return y.transpose(-3, -2).flatten(-2)
 
     def activate(self, layer: int, weights: Weights, x: Tensor) -> Tensor:

@@ -1,0 +1,118 @@
+"""Losses against the whole model's predictions, or against the text itself.
+
+Logits are computed for a few positions at a time, so memory does not grow with the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from llmaas_plugins.elastic.torch_model import Decoder
+
+__all__ = ["LOSSES", "MOST_LOGITS", "Objective", "Quality", "qualities"]
+
+MOST_LOGITS = 1 << 23
+"""Most logits in memory at once, of the student and of the teacher each."""
+
+
+def _divergence(student: Tensor, teacher: Tensor, _targets: Tensor) -> Tensor:
+    """Return KL(teacher ‖ student), summed over the positions."""
+    expected = functional.log_softmax(teacher, -1)
+    return functional.kl_div(
+        functional.log_softmax(student, -1), expected, reduction="sum", log_target=True
+    )
+
+
+def _next_token(student: Tensor, _teacher: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(student, targets, reduction="sum")
+
+
+LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "kl": _divergence,
+    "next-token": _next_token,
+}
+"""Losses by name. ``kl`` compares all predictions with the whole model's, at temperature 1;
+``next-token`` is the loss of the paper (ElastiLM §3.2), which does not need the whole model.
+"""
+
+
+class Objective:
+    """Loss of a student's outputs, and its gradient."""
+
+    def __init__(self, decoder: Decoder, loss: str = "kl") -> None:
+        """Compare with the whole model ``decoder`` by a loss of ``LOSSES``."""
+        self._decoder, self._loss = decoder, LOSSES[loss]
+        self._has_teacher = loss == "kl"
+
+    def __call__(self, outputs: Tensor, windows: NDArray[np.int32]) -> tuple[float, Tensor]:
+        """Return the mean loss of a position, and its gradient with respect to ``outputs``.
+
+        Args:
+            outputs: Outputs of the student's last layer for all tokens of the windows except the
+                last, ``(n_windows, n_tokens - 1, n_embd)``.
+            windows: The windows, ``(n_windows, n_tokens)``.
+        """
+        decoder, y = self._decoder, outputs.detach().flatten(0, 1)
+        known = y if not self._has_teacher else _whole(decoder, windows)
+        targets = _targets(windows)
+        total, gradient = 0.0, torch.empty_like(y)
+        for rows in _chunks(decoder, len(y)):
+            part = y[rows].requires_grad_()
+            with torch.no_grad():
+                expected = decoder.logits(known[rows]) if self._has_teacher else part
+            loss = self._loss(decoder.logits(part), expected, targets[rows])
+            (gradient[rows],) = torch.autograd.grad(loss, part)
+            total += float(loss.detach())
+        return total / len(y), gradient.view_as(outputs).div_(len(y))
+
+
+class Quality(NamedTuple):
+    """Quality of a window's predictions.
+
+    Attributes:
+        kl: KL(whole model ‖ this model), in nats a token.
+        loss: Loss of the text's own tokens, in nats a token.
+        whole: Loss of the whole model, in nats a token.
+    """
+
+    kl: float
+    loss: float
+    whole: float
+
+
+def qualities(decoder: Decoder, outputs: Tensor, windows: NDArray[np.int32]) -> list[Quality]:
+    """Return the quality of each window, from the outputs of the last layer as in ``Objective``."""
+    teacher, targets = _whole(decoder, windows), _targets(windows)
+    student, n = outputs.detach().flatten(0, 1), windows.shape[1] - 1
+    found = torch.empty(len(student), 3, dtype=torch.float64)
+    for rows in _chunks(decoder, len(student)):
+        with torch.no_grad():
+            mine = functional.log_softmax(decoder.logits(student[rows]), -1)
+            whole = functional.log_softmax(decoder.logits(teacher[rows]), -1)
+        found[rows, 0] = (whole.exp() * (whole - mine)).sum(-1).double()
+        for column, logs in ((1, mine), (2, whole)):
+            found[rows, column] = -logs.gather(-1, targets[rows, None])[:, 0].double()
+    return [Quality(*row) for row in found.view(len(windows), n, 3).mean(1).tolist()]
+
+
+def _whole(decoder: Decoder, windows: NDArray[np.int32]) -> Tensor:
+    """Return the whole model's outputs of the last layer."""
+    with torch.no_grad():
+        return decoder.run(windows[:, :-1]).flatten(0, 1)
+
+
+def _targets(windows: NDArray[np.int32]) -> Tensor:
+    return torch.from_numpy(windows[:, 1:].astype(np.int64)).flatten()
+
+
+def _chunks(decoder: Decoder, n_rows: int) -> Iterator[slice]:
+    step = max(1, MOST_LOGITS // decoder.n_vocab)
+    for start in range(0, n_rows, step):
+        yield slice(start, start + step)
