@@ -24,7 +24,7 @@ __all__ = ["N_WINDOWS", "fit"]
 N_WINDOWS = 16
 """Most windows to fit on."""
 
-_RIDGE = 1e-2
+_RIDGE = 0.3
 """Share of the inputs' mean variance that is added to each variance."""
 
 
@@ -36,7 +36,7 @@ def fit(
     The other matrices lose nothing where the level uses them. Their adapters start from 0.
 
     Args:
-        level: The level; its adapters are overwritten.
+        level: The level, with adapters that change nothing.
         windows: Text, ``(n_windows, n_tokens)``; the first ``N_WINDOWS`` are used.
         progress: Called with 1 after each layer.
     """
@@ -54,32 +54,37 @@ def _fit_layer(level: Level, layer: int, whole: Tensor, part: Tensor) -> tuple[T
     everything, weights = teacher.weights(layer), level.weights(layer)
     whole, full = teacher.operands(layer, everything, whole)
     for name in ("attn_output", "ffn_down"):
-        level.adapters[f"{layer}:{name}:a"].zero_()
-        level.adapters[f"{layer}:{name}:b"].zero_()
+        a, b = level.pair(layer, name)
+        b.zero_()
         _, seen = teacher.operands(layer, weights, part)
         missing = _product(everything, name, full[name]) - _product(weights, name, seen[name])
-        a, b = _regressed(seen[name].flatten(0, 1), missing.flatten(0, 1), level.rank)
-        level.adapters[f"{layer}:{name}:a"].copy_(a)
-        level.adapters[f"{layer}:{name}:b"].copy_(b)
+        for parameter, fitted in zip((a, b), _regressed(seen[name], missing, a), strict=True):
+            parameter.copy_(fitted)
     return whole, teacher.operands(layer, weights, part)[0]
 
 
-def _regressed(inputs: Tensor, missing: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return A and B for which ``B A x`` is nearest to what is missing, on average."""
-    second = (inputs.t() @ inputs).double()
+def _regressed(inputs: Tensor, missing: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A and B for which ``B A x`` is nearest to what is missing, on average.
+
+    They are fitted on one half of the windows. Each direction is then scaled, from 0 to 1, as suits
+    the other half. A direction that only fits noise adds nothing: its row of A is the one of
+    ``start``, and its column of B is 0.
+    """
+    middle = len(inputs) // 2
+    x, y = inputs[:middle].flatten(0, 1), missing[:middle].flatten(0, 1)
+    second, cross = (x.t() @ x).double(), (y.t() @ x).double()
     second.diagonal().add_(_RIDGE * second.diagonal().mean() + 1e-12)
-    cross = (missing.t() @ inputs).double()
     whole = torch.linalg.solve(second, cross.t()).t()
     _, directions = torch.linalg.eigh(whole @ cross.t())
-    main = directions[:, -rank:]
-    a, b = main.t() @ whole, main
-    sizes = a.norm(dim=1).clamp_min(1e-12).sqrt()
-    a, b = a / sizes[:, None], b * sizes  # equal norms suit the optimizer
-    missing_rank = rank - a.shape[0]
-    if missing_rank > 0:
-        a = functional.pad(a, (0, 0, 0, missing_rank))
-        b = functional.pad(b, (0, missing_rank))
-    return a.float(), b.float()
+    b = directions[:, -len(start) :]
+    a = b.t() @ whole
+    x, y = inputs[middle:].flatten(0, 1), missing[middle:].flatten(0, 1)
+    found, real = x @ a.t().float(), y @ b.float()
+    scales = ((found * real).sum(0) / found.square().sum(0).clamp_min(1e-12)).clamp(0, 1)
+    sizes = (scales * a.norm(dim=1)).sqrt()  # equal norms of A and B suit the optimizer
+    is_used = sizes > 0
+    rows = a * (scales / sizes.clamp_min(1e-12))[:, None]
+    return torch.where(is_used[:, None], rows.float(), start), (b * sizes).float()
 
 
 def _product(weights: Weights, name: str, x: Tensor) -> Tensor:

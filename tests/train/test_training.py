@@ -145,9 +145,26 @@ def test_the_closed_form_brings_a_level_nearer(prepared):
         return float((part - level.teacher.run(WINDOWS)).norm())
 
     before, done = distance(), []
-    closed_form.fit(level, WINDOWS, done.append)
+    closed_form.fit(level, np.concatenate([WINDOWS, WINDOWS]), done.append)
     assert distance() < 0.9 * before
     assert len(done) == level.teacher.blocks.n_layers
+
+
+def test_the_closed_form_finds_what_is_there_and_leaves_noise_alone():
+    chance = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 64, 40, generator=chance)
+    start = torch.randn(4, 40, generator=chance)
+    rows, columns = (torch.randn(3, n, generator=chance) for n in (40, 50))
+    real = x @ rows.t() @ columns
+    a, b = closed_form._regressed(x, real, start)
+    assert float((x @ a.t() @ b.t() - real).norm() / real.norm()) < 0.4  # shrunk by the ridge
+    noise = torch.randn(8, 64, 50, generator=chance)
+    start = torch.randn(16, 40, generator=chance)
+    a, b = closed_form._regressed(x, noise, start)
+    assert float((x @ a.t() @ b.t()).norm() / noise.norm()) < 0.1
+    unused = (b == 0).all(0)
+    assert unused.any()
+    assert torch.equal(a[unused], start[unused])
 
 
 # -- the order of windows ------------------------------------------------------------------------

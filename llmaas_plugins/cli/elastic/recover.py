@@ -1,0 +1,315 @@
+"""``llmaas elastic recover``: adapters that win back part of what the levels lose."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.elastic.recovery_text import add_text_option, recovery_windows
+from llmaas_plugins.cli.interrupts import stoppable
+from llmaas_plugins.cli.models import add_model_action
+from llmaas_plugins.cli.options import at_least
+from llmaas_plugins.cli.output import print_report, progress_bar, size_text
+from llmaas_plugins.files.file_bytes import as_store_error
+
+if TYPE_CHECKING:
+    from llmaas_plugins.elastic.metadata import Elastic
+    from llmaas_plugins.training.recovery import Outcome, Recipe, Texts
+    from llmaas_plugins.training.student import Level, Teacher
+    from llmaas_plugins.training.workers import Workers
+
+__all__ = ["add_recover"]
+
+_N_TOKENS, _N_QUICK = 262_144, 8_192
+_RANK, _MOST_RANK = 8, 64
+_LEAST_TOKENS, _WINDOW = 2_048, 512
+
+
+def add_recover(actions: Any) -> None:
+    """Register ``recover``."""
+    parser = add_model_action(
+        actions,
+        "recover",
+        recover,
+        "learn adapters that win back part of what the levels of a prepared model lose",
+        "Learn a small adapter for each level of a prepared model, by the predictions of the whole "
+        "model, and write the adapters into the file. A level whose predictions its adapter does "
+        "not improve, on text held out, gets none. Needs torch: pip install "
+        "'llmaas-plugins[train]'. Stop it at any time: the same command goes on. `torchrun "
+        "--nproc-per-node N -m llmaas_plugins.cli.main elastic recover …` shares the work among "
+        "processes or machines.",
+        is_prepared=True,
+    )
+    add = parser.add_argument
+    add(
+        "--table",
+        choices=("searched", "uniform"),
+        help="widths to learn for (default: searched, if the model has them)",
+    )
+    add("--levels", type=_levels, metavar="L,…", help="levels, as 0.6,0.3 (default: all below 1)")
+    add("--rank", type=_rank, default=_RANK, help="rank of the adapters (default %(default)s)")
+    add_text_option(parser)
+    add(
+        "--tokens",
+        type=at_least(_LEAST_TOKENS),
+        metavar="N",
+        help=f"tokens to learn from at each level (default {_N_TOKENS:,})",
+    )
+    add("--quick", action="store_true", help=f"learn from {_N_QUICK:,} tokens at each level")
+    add(
+        "--loss",
+        choices=("kl", "next-token"),
+        default="kl",
+        help="kl: the whole model's predictions are the target; next-token: the text is, as in "
+        "ElastiLM (default %(default)s)",
+    )
+    add(
+        "--by-layers",
+        action="store_true",
+        help="keep only one layer of the weights in memory as float32, which is slower (default: "
+        "if all weights would take more than half of the available memory)",
+    )
+    add("--json", action="store_true", help="print JSON")
+
+
+def recover(args: argparse.Namespace) -> int:
+    """Learn adapters and write them into the prepared file."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "learning adapters needs torch, which is not installed: pip install "
+            "'llmaas-plugins[train]'."
+        )
+    from llmaas_plugins.training.workers import workers
+
+    elastic, table = _prepared(args)
+    levels = _chosen(args, elastic)
+    folder = args.model.with_suffix(".recovery")
+    then = f"progress is kept in {folder}; the same command goes on"
+    with stoppable(then), workers() as group:
+        if group.is_first:
+            with as_store_error(f"cannot make {folder}"):
+                folder.mkdir(exist_ok=True)
+        job = _job(args, elastic, table, group, folder)
+        found = {level: _learned(job, level) for level in levels}
+        if group.is_first:
+            _write(args.model, job, found)
+            print_report(args, _report(job, found), _lines(job, found))
+    return 0
+
+
+# -- internals -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Everything that learning needs.
+
+    Attributes:
+        args: Arguments of the command.
+        elastic: Metadata of the prepared file.
+        table: Name of the table of widths.
+        teacher: The whole model.
+        texts: Text to learn from and to judge by.
+        recipe: How to learn.
+        workers: Processes that learn together.
+        folder: Folder for progress.
+    """
+
+    args: argparse.Namespace
+    elastic: Elastic
+    table: str
+    teacher: Teacher
+    texts: Texts
+    recipe: Recipe
+    workers: Workers
+    folder: Path
+
+    def level(self, level: float) -> Level:
+        """Return a level with an adapter that changes nothing yet."""
+        from llmaas_plugins.training.student import Level
+
+        index = self.elastic.levels.index(level)
+        biases = self.elastic.biases_of(self.table)
+        return Level(
+            self.teacher,
+            self.elastic.tables[self.table][index],
+            self.recipe.rank,
+            self.recipe.seed,
+            {name: bias[index] for name, bias in biases.items()},
+        )
+
+
+def _prepared(args: argparse.Namespace) -> tuple[Elastic, str]:
+    """Return the metadata of the prepared file, and the table to learn for."""
+    from llmaas_plugins.elastic.metadata import read_elastic
+
+    elastic = read_elastic(args.model)
+    if elastic is None:
+        raise ConfigError(
+            f"{args.model} is not prepared; `llmaas elastic prepare {args.model}` writes a "
+            "prepared copy."
+        )
+    table = args.table or ("searched" if "searched" in elastic.tables else "uniform")
+    if table not in elastic.tables:
+        raise ConfigError(
+            f"{args.model} has no table {table!r}, expected one of {', '.join(elastic.tables)}."
+        )
+    return elastic, table
+
+
+def _chosen(args: argparse.Namespace, elastic: Elastic) -> list[float]:
+    known = [level for level in elastic.levels if level < 1]
+    unknown = [level for level in args.levels or () if level not in known]
+    if unknown:
+        raise ConfigError(
+            f"{args.model} has no level {unknown[0]} below 1, expected some of "
+            f"{', '.join(map(str, known))}."
+        )
+    return [level for level in known if args.levels is None or level in args.levels]
+
+
+def _job(
+    args: argparse.Namespace, elastic: Elastic, table: str, group: Workers, folder: Path
+) -> _Job:
+    """Read the text and the weights, and say what learning will cost."""
+    from llmaas_plugins.machine import available_bytes
+    from llmaas_plugins.training.costs import memory_bytes, weights_bytes
+    from llmaas_plugins.training.recovery import Recipe, split, text_tokens
+    from llmaas_plugins.training.student import Teacher
+
+    n_tokens = args.tokens or (_N_QUICK if args.quick else _N_TOKENS)
+    n_rows = max(1 if args.quick else 2, group.n)
+    recipe = Recipe(n_tokens, args.rank, args.loss, n_rows)
+    n_text = text_tokens(n_tokens, _WINDOW)
+    windows = recovery_windows(args, n_text, folder) if group.is_first else None
+    texts = split(group.shared(windows))
+    is_kept = not args.by_layers and 2 * weights_bytes(args.model) <= available_bytes()
+    teacher = Teacher(args.model, is_kept=is_kept)
+    job = _Job(args, elastic, table, teacher, texts, recipe, group, folder)
+    memory = memory_bytes(args.model, teacher, recipe, texts.training.shape[1])
+    _say(job, f"memory: about {size_text(memory)}{'' if is_kept else ', one layer at a time'}")
+    _say_time(job)
+    return job
+
+
+def _say(job: _Job, text: str) -> None:
+    if job.workers.is_first and not job.args.json:
+        print(text, flush=True)
+
+
+def _say_time(job: _Job) -> None:
+    """Print how long learning will take, measured at the widest and the narrowest level."""
+    from llmaas_plugins.training.costs import level_seconds
+
+    levels = _chosen(job.args, job.elastic)
+    ends = [
+        level_seconds(job.level(level), job.texts, job.recipe) for level in {levels[0], levels[-1]}
+    ]
+    total_s = len(levels) * sum(ends) / len(ends) / job.workers.n
+    n_tokens = job.recipe.n_steps(job.texts.training.shape[1]) * job.recipe.n_rows
+    n_tokens *= job.texts.training.shape[1]
+    _say(job, f"time: about {_duration(total_s)} for {len(levels)} levels of {n_tokens:,} tokens")
+
+
+def _learned(job: _Job, level: float) -> Outcome:
+    """Learn the adapter of a level, or finish learning it."""
+    from llmaas_plugins.training.recovery import recover, run_identity
+    from llmaas_plugins.training.trainer import Kept
+
+    student = job.level(level)
+    identity = run_identity(job.args.model, student.widths, job.texts, job.recipe)
+    kept = Kept(job.folder / f"{level}-{identity[:16]}.npz", identity)
+    n_window = job.texts.training.shape[1]
+    n_tokens = job.recipe.n_steps(n_window) * job.recipe.n_rows * n_window
+    with progress_bar(f"level {level}", "token", n_tokens) as bar:
+        return recover(
+            student,
+            job.texts,
+            job.recipe,
+            workers=job.workers,
+            kept=kept,
+            progress=bar.update if job.workers.is_first else lambda _n: None,
+        )
+
+
+def _write(path: Path, job: _Job, found: Mapping[float, Outcome]) -> None:
+    """Write the adapters that improve their levels; the table's other adapters stay."""
+    from llmaas_plugins.elastic.adapters import read_adapters, write_adapters
+    from llmaas_plugins.training.recovery import padded
+
+    elastic = job.elastic
+    better = {elastic.levels.index(x): one.adapters for x, one in found.items() if one.is_better}
+    if better:
+        others = {
+            index: {name: padded(one, elastic.blocks, name) for name, one in weights.items()}
+            for index, weights in read_adapters(path, elastic, job.table).items()
+        }
+        with progress_bar("writing", "B", path.stat().st_size) as bar:
+            for n in write_adapters(path, job.table, {**others, **better}):
+                bar.update(n)
+    shutil.rmtree(job.folder, ignore_errors=True)
+
+
+def _report(job: _Job, found: Mapping[float, Outcome]) -> dict[str, Any]:
+    recipe = job.recipe
+    return {
+        "table": job.table,
+        "rank": recipe.rank,
+        "loss": recipe.loss,
+        "n_tokens": recipe.n_tokens,
+        "n_held_out": int(job.texts.held_out.size),
+        "levels": [
+            {
+                "level": level,
+                "kl_before": one.before.kl,
+                "kl": one.after.kl,
+                "perplexity_before": math.exp(one.before.loss),
+                "perplexity": math.exp(one.after.loss),
+                "perplexity_whole": math.exp(one.after.whole),
+                "closure": one.closure,
+                "is_written": one.is_better,
+            }
+            for level, one in found.items()
+        ],
+    }
+
+
+def _lines(job: _Job, found: Mapping[float, Outcome]) -> Iterator[str]:
+    yield "level   KL before → after   perplexity before → after (whole)   won back"
+    for level, one in found.items():
+        before, after, whole = (
+            math.exp(loss) for loss in (one.before.loss, one.after.loss, one.after.whole)
+        )
+        closure = "no gap" if one.closure is None else f"{one.closure:.1%}"
+        yield (
+            f"{level:5.1f}   {one.before.kl:9.4f} → {one.after.kl:.4f}   "
+            f"{before:17.3f} → {after:.3f} ({whole:.3f})   {closure:>8}"
+            f"{'' if one.is_better else '   not written: no better'}"
+        )
+    n = sum(one.is_better for one in found.values())
+    yield f"{job.args.model}: adapters of {n} levels of the table {job.table!r} written"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _levels(text: str) -> Sequence[float]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected levels as 0.6,0.3, found {text!r}") from error
+
+
+def _rank(text: str) -> int:
+    rank = at_least(1)(text)
+    if rank > _MOST_RANK:
+        raise argparse.ArgumentTypeError(f"expected a rank of at most {_MOST_RANK}, found {rank}")
+    return rank

@@ -1,0 +1,93 @@
+"""Text to learn adapters from: files, or what the model writes, kept until the adapters are."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.elastic.score import calibration_text
+from llmaas_plugins.cli.files import content_of
+from llmaas_plugins.cli.models import evaluator_of
+from llmaas_plugins.files.file_bytes import as_store_error
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llmaas_plugins.model.forward import Evaluator
+
+__all__ = ["add_text_option", "recovery_windows"]
+
+_DIGEST_BYTES = 32
+
+
+def add_text_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--text``."""
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="text to learn from, best of the kind that the model will see (default: text that the "
+        "model writes itself)",
+    )
+
+
+def recovery_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> NDArray[np.int32]:
+    """Return windows of ``n_tokens`` tokens of text in all, or of the whole text if it is shorter.
+
+    Raises:
+        ConfigError: A text cannot be read, or has no token.
+        StoreError: The model's own text cannot be kept in ``folder``.
+    """
+    import numpy as np
+
+    with evaluator_of(args.model) as (model, evaluator):
+        if args.text:
+            text = np.concatenate([_tokens(path, model) for path in args.text])
+        else:
+            text = _own(model, evaluator, n_tokens, folder)
+        if not len(text):
+            raise ConfigError("the text is empty. Give a longer text with `--text FILE`.")
+        return evaluator.windows(text, n_tokens)
+
+
+# -- internals -----------------------------------------------------------------------------------
+
+
+def _own(model: Any, evaluator: Evaluator, n_tokens: int, folder: Path) -> NDArray[np.int32]:
+    """Return text that the model writes, from the folder if it is there."""
+    path = folder / f"text-{n_tokens}.i32"
+    kept = _read(path, n_tokens, evaluator.n_vocab)
+    if kept is None:
+        kept = calibration_text(None, model, evaluator, n_tokens)
+        content = kept.astype("<i4").tobytes()
+        partial = path.with_suffix(".partial")
+        with as_store_error(f"cannot write {path}"):
+            partial.write_bytes(hashlib.sha256(content).digest() + content)
+            partial.replace(path)
+    return kept
+
+
+def _read(path: Path, n_tokens: int, n_vocab: int) -> NDArray[np.int32] | None:
+    """Return the tokens of a file, or None if there is none or it is damaged."""
+    import numpy as np
+
+    with as_store_error(f"cannot read {path}"):
+        if not path.is_file() or path.stat().st_size > _DIGEST_BYTES + 4 * n_tokens:
+            return None
+        content = path.read_bytes()
+    digest, text = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(text).digest() != digest:
+        return None
+    tokens = np.frombuffer(text, "<i4").astype(np.int32)
+    return tokens if len(tokens) and tokens.min() >= 0 and tokens.max() < n_vocab else None
+
+
+def _tokens(path: Path, model: Any) -> NDArray[np.int32]:
+    import numpy as np
+
+    return np.array(model.tokenize(content_of(path), False, False), np.int32)

@@ -1,0 +1,60 @@
+"""Time and memory of learning, estimated before it starts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llmaas_plugins.elastic.torch_model import Decoder
+from llmaas_plugins.machine import resident_bytes
+from llmaas_plugins.model.gguf_header import read_header
+from llmaas_plugins.training.closed_form import N_WINDOWS
+from llmaas_plugins.training.objectives import MOST_LOGITS, Objective
+from llmaas_plugins.training.recovery import Recipe, Texts
+from llmaas_plugins.training.student import Level
+
+__all__ = ["level_seconds", "memory_bytes", "weights_bytes"]
+
+
+def level_seconds(level: Level, texts: Texts, recipe: Recipe) -> float:
+    """Return the seconds that a level will take, from one step that changes nothing."""
+    windows = texts.training[: recipe.n_rows]
+    started = time.monotonic()
+    outputs = level(torch.from_numpy(windows[:, :-1].astype(np.int32)))
+    _, gradient = Objective(level.teacher, recipe.loss)(outputs, windows)
+    outputs.backward(gradient)
+    level.zero_grad(set_to_none=True)
+    step_s = time.monotonic() - started
+    # a window without gradients takes about half as long; the closed form reads each three times
+    n_others = 2 * len(texts.held_out) + 3 * N_WINDOWS * recipe.is_fitted
+    return step_s * (recipe.n_steps(windows.shape[1]) + n_others / (2 * recipe.n_rows))
+
+
+def weights_bytes(path: Path) -> int:
+    """Return the size of a model's weights as float32."""
+    tensors = read_header(path).tensors.values()
+    return 4 * sum(tensor.n_rows * tensor.n_columns for tensor in tensors)
+
+
+def memory_bytes(path: Path, decoder: Decoder, recipe: Recipe, n_window: int) -> int:
+    """Return about how much memory learning takes, with what the process has already.
+
+    Args:
+        path: Path of the model.
+        decoder: The model; its kept weights are part of the process already.
+        recipe: How to learn.
+        n_window: Tokens of a window.
+    """
+    blocks, n_tokens = decoder.blocks, max(recipe.n_rows, N_WINDOWS) * n_window
+    heads = blocks.n_groups * blocks.group_width
+    values = recipe.n_rows * n_window * (8 * blocks.n_embd + 5 * heads + 5 * blocks.n_ff)
+    is_kept = getattr(decoder, "is_kept", True)
+    values *= blocks.n_layers if is_kept else 1
+    values += 2 * n_tokens * (blocks.n_embd + blocks.n_ff) + 4 * blocks.n_ff**2
+    adapters = 4 * recipe.rank * blocks.n_layers * (4 * blocks.n_embd + 2 * heads + 3 * blocks.n_ff)
+    logits = 4 * min(MOST_LOGITS, recipe.n_rows * n_window * decoder.n_vocab)
+    layer = 0 if is_kept else weights_bytes(path) // blocks.n_layers
+    return resident_bytes() + 4 * (values + adapters + logits) + layer
