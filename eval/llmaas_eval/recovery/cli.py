@@ -1,0 +1,114 @@
+"""``python -m llmaas_eval.recovery``: what recovery wins back, by arm, level and kind of text.
+
+    llmaas elastic prepare model.gguf
+    python -m llmaas_eval.recovery --prepared model.elastic.gguf --out recovery
+
+Results and unfinished runs are kept in ``--out``: the same command goes on where it was stopped.
+Encyclopedic text and cloud chats are left out, because they are reserved for the last report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llmaas_eval.data import (
+    DATA,
+    TRAINING_TEXT,
+    documents_by_kind,
+    packaged_documents,
+    read_documents,
+)
+from llmaas_eval.elastic.texts import Windows, windows_of
+from llmaas_eval.recovery.report import report
+from llmaas_eval.results import about
+from llmaas_plugins.elastic.metadata import Elastic, read_elastic
+
+__all__ = ["main"]
+
+_N_TOKENS, _CHARACTERS = 512, 6
+_KINDS = ("the training text's kind", "novels", "news", "service dialogs")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the study and print its tables or JSON; return the exit status."""
+    if find_spec("torch") is None:
+        sys.stderr.write("torch is not installed: pip install 'llmaas-plugins[train]'\n")
+        return 2
+    parser = _parser()
+    args = parser.parse_args(argv)
+    elastic = read_elastic(args.prepared)
+    if elastic is None:
+        parser.error(f"{args.prepared} is not prepared")
+    try:
+        document = _measured(args, elastic)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if args.pictures:
+        from llmaas_eval.recovery.plots import draw
+
+        draw(document["rows"], args.pictures)
+    sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from llmaas_eval.recovery.arms import ARMS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m llmaas_eval.recovery",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--prepared", type=Path, required=True, help="output of `llmaas elastic prepare`")
+    add("--table", help="table of widths; default: searched, if the file has it")
+    add("--data", type=Path, default=DATA, help="folder with the data sets; default %(default)s")
+    add("--out", type=Path, required=True, help="folder for results and unfinished runs")
+    add("--arms", nargs="+", choices=ARMS, default=[*ARMS], help="default all")
+    add("--levels", type=float, nargs="+", help="default all levels below 1")
+    add("--tokens", type=int, default=1 << 20, help="tokens a level; default %(default)s")
+    add("--rank", type=int, default=8, help="default %(default)s")
+    add("--windows", type=int, default=64, help="test windows of 512 tokens; default %(default)s")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--pictures", type=Path, metavar="FOLDER", help="also write PNG plots to FOLDER")
+    add("--quick", action="store_true", help="read a few windows of packaged text, as a check only")
+    return parser
+
+
+def _measured(args: argparse.Namespace, elastic: Elastic) -> dict[str, Any]:
+    from llmaas_eval.recovery.study import Material, study
+    from llmaas_plugins.training.recovery import Recipe
+
+    table = args.table or ("searched" if "searched" in elastic.tables else "uniform")
+    levels = args.levels or [level for level in elastic.levels if level < 1]
+    unknown = [level for level in levels if level not in elastic.levels]
+    if table not in elastic.tables or unknown:
+        raise ValueError(f"{args.prepared} has no table {table!r}, or no levels {unknown}")
+    training, kinds = _texts(args)
+    recipe = Recipe(args.tokens, args.rank)
+    rows = study(
+        Material(args.prepared, elastic, table, training, kinds, recipe, args.out),
+        args.arms,
+        levels,
+    )
+    settings = {"table": table, "rank": args.rank, "n_tokens": args.tokens}
+    return about() | settings | {"rows": rows}
+
+
+def _texts(args: argparse.Namespace) -> tuple[Windows, Mapping[str, Windows]]:
+    """Return windows to learn from, and windows to judge by, by kind of text."""
+    if args.quick:
+        windows = windows_of(args.prepared, packaged_documents(), 6, 64)
+        return windows[:4], {"packaged chats": windows[4:]}
+    training = read_documents(args.data / TRAINING_TEXT, _CHARACTERS * args.tokens)
+    found = documents_by_kind(args.data)
+    kinds = {
+        kind: windows_of(args.prepared, found[kind], args.windows, _N_TOKENS) for kind in _KINDS
+    }
+    return windows_of(args.prepared, training, args.tokens, _N_TOKENS), kinds
