@@ -16,7 +16,7 @@ from llmaas_plugins.cli.elastic.recovery_text import add_text_option, recovery_w
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import at_least
-from llmaas_plugins.cli.output import print_report, progress_bar, size_text
+from llmaas_plugins.cli.output import counted, print_report, progress_bar, size_text
 from llmaas_plugins.files.file_bytes import as_store_error
 
 if TYPE_CHECKING:
@@ -215,7 +215,8 @@ def _say_time(job: _Job) -> None:
     total_s = len(levels) * sum(ends) / len(ends) / job.workers.n
     n_tokens = job.recipe.n_steps(job.texts.training.shape[1]) * job.recipe.n_rows
     n_tokens *= job.texts.training.shape[1]
-    _say(job, f"time: about {_duration(total_s)} for {len(levels)} levels of {n_tokens:,} tokens")
+    what = f"{counted(len(levels), 'level')} of {n_tokens:,} tokens"
+    _say(job, f"time: about {_duration(total_s)} for {what}")
 
 
 def _learned(job: _Job, level: float) -> Outcome:
@@ -294,7 +295,7 @@ def _lines(job: _Job, found: Mapping[float, Outcome]) -> Iterator[str]:
             f"{'' if one.is_better else '   not written: no better'}"
         )
     n = sum(one.is_better for one in found.values())
-    yield f"{job.args.model}: adapters of {n} levels of the table {job.table!r} written"
+    yield f"{job.args.model}: adapters of {counted(n, 'level')} of the table {job.table!r} written"
 
 
 def _duration(seconds: float) -> str:
