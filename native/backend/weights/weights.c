@@ -187,13 +187,23 @@ llmaas_status llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_
     return llmaas_stream_set_reading(weights->stream, reading) ? LLMAAS_OK : LLMAAS_ESPACE;
 }
 
+/* Count the bytes that lookups have read. Another thread may add entries meanwhile: it holds this mutex, but graphs that
+ * compute do not, so nobody waits for a graph. */
+static uint64_t read_by_lookups(llmaas_weights * weights) {
+    uint64_t n = 0;
+    pthread_mutex_lock(&weights->changing.mutex);
+    for (size_t i = 0; i < weights->n_entries; i++) {
+        n += weights->entries[i]->lookup ? llmaas_lookup_read(weights->entries[i]->lookup) : 0;
+    }
+    pthread_mutex_unlock(&weights->changing.mutex);
+    return n;
+}
+
 void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats) {
     *stats = (llmaas_stream_stats) {0};
     if (weights && weights->stream) {
         llmaas_stream_read_stats(weights->stream, stats);
-        for (size_t i = 0; i < weights->n_entries; i++) {
-            stats->n_read += weights->entries[i]->lookup ? llmaas_lookup_read(weights->entries[i]->lookup) : 0;
-        }
+        stats->n_read += read_by_lookups(weights);
     }
 }
 
