@@ -18,8 +18,6 @@ from llmaas_plugins.config import load_config
 
 __all__ = ["add_parser"]
 
-_CERTIFICATE = ("ssl_keyfile", "ssl_certfile")
-
 
 class _Parser(argparse.ArgumentParser):
     """Parser with one-line errors: the usage of llama_cpp.server's options is a page long."""
@@ -71,6 +69,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     from llmaas_plugins.server.admission import Admission
     from llmaas_plugins.server.api_keys import ApiKeys, read_key_file
     from llmaas_plugins.server.grammars import Grammars
+    from llmaas_plugins.server.listening import tls_context
     from llmaas_plugins.server.metrics import Metrics
     from llmaas_plugins.server.origins import OriginCheck
     from llmaas_plugins.server.shutdown import Shutdown
@@ -80,7 +79,10 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     config = load_config(args.config).with_default("kv_chunks")  # a service should keep contexts
     limits = config.service
     keys = ApiKeys(server_settings.api_key, read_key_file(limits.key_file))
-    host = None if args.uds else server_settings.host
+    is_tcp = args.uds is None
+    host = server_settings.host if is_tcp else None
+    files = (server_settings.ssl_keyfile, server_settings.ssl_certfile)
+    tls = tls_context(*files) if is_tcp else None
     origins = OriginCheck(host, limits.allowed_hosts, limits.allowed_origins)
     admission = Admission(limits.max_queue)
     metrics = Metrics(admission)
@@ -95,9 +97,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
         say_problems(config)
         checks = {"admission": admission, "keys": keys, "origins": origins, "metrics": metrics}
         app = make_application(server_settings, model_settings, service, grammars, checks)
-        names = () if args.uds else _CERTIFICATE
-        certificate = {name: getattr(server_settings, name) for name in names}
-        server = Server(app, admission, keys, limits, **certificate)
+        server = Server(app, admission, keys, limits, tls=tls)
         shutdown.ask(server.handle_exit)
         server.run(sockets)
     return 0
@@ -109,7 +109,6 @@ def _listening(uds: Path | None, server_settings: Any) -> AbstractContextManager
 
     if uds is not None:
         return listening.listening_on(uds)
-    listening.check_certificate(*(getattr(server_settings, name) for name in _CERTIFICATE))
     return listening.listening_on_port(server_settings.host, server_settings.port)
 
 
