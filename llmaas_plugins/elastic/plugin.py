@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from llmaas_hooks import (
     ConfigError,
-    ContextCreate,
     DecodeStep,
     Levels,
     LogitsView,
@@ -50,7 +49,6 @@ class ElasticModels:
         )
         self._lock = forks.lock()
         self._models: dict[str, ElasticModel] = {}
-        self._paths: dict[int, str] = {}
         self._contexts: dict[int, ElasticContext] = {}
         self._left_alone: dict[str, str] = {}
         self._adapted: set[str] = set()
@@ -89,14 +87,9 @@ class ElasticModels:
         return part_claims(found.blocks, widths, biases)
 
     @hookimpl
-    def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Remember the file of the context's model."""
-        self._paths[create.model] = "" if create.load is None else create.load.path
-
-    @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Track the new context if its model has levels."""
-        path = self._paths.get(context.model, "")
+        path = "" if context.load is None else context.load.path
         model = self._models.get(path)
         if model is None:
             return

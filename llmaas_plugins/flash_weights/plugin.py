@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llama_cpp import llama_cpp
@@ -89,8 +90,7 @@ class FlashWeights:
         self._residency = Residency(config.memory_budget, config.arena)
         self._left_alone: dict[str, str] = {}
         self._loads: dict[str, _Loading] = {}
-        self._opened: dict[int, ModelLoad | None] = {}
-        self._growth: dict[int, _Growth] = {}
+        self._growth: WeakKeyDictionary[ModelLoad, _Growth] = WeakKeyDictionary()
         self._answers = Answers()
         if config.mode != "sparse":  # the hook costs time per token
             self.llmaas_logits = None  # type: ignore[method-assign,assignment]
@@ -153,11 +153,11 @@ class FlashWeights:
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Remember the context's model file, and make room for the context."""
-        load = self._opened[create.model] = create.load
+        """Make room for a context of a streamed model."""
+        load = create.load
         if load is not None and load.is_claimed and load.path in self._loads:
             with self._advisory():
-                self._reserve(create, self._loads[load.path])
+                self._growth[load] = self._reserve(create, self._loads[load.path])
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
@@ -166,7 +166,7 @@ class FlashWeights:
         stats = weights.stats()
         if stats["bytes"] == 0:
             return
-        load = self._opened.get(context.model)
+        load = context.load
         path = "" if load is None else load.path
         is_sparse = self._config.mode == "sparse" and path in self._loads
         if load is not None and is_sparse and stats["operands"] == 0:  # first context of the model
@@ -183,7 +183,7 @@ class FlashWeights:
                 read_gap=self._config.read_gap,
             )
         with self._residency.lock, self._advisory():
-            growth = self._growth.pop(context.model, _Growth(0, 0))
+            growth = _Growth(0, 0) if load is None else self._growth.pop(load, _Growth(0, 0))
             beside = growth.process - growth.buffers - self._residency.others()
             self._residency.add(context, growth.buffers, max(beside, 0))
 
@@ -253,8 +253,8 @@ class FlashWeights:
                 require(residency.budget, process, self._needed(found), _SHORTEST)
                 raise
 
-    def _reserve(self, create: ContextCreate, loading: _Loading) -> None:
-        """Make other contexts release memory for a new one.
+    def _reserve(self, create: ContextCreate, loading: _Loading) -> _Growth:
+        """Make other contexts release memory for a new one; return what it will need later.
 
         Raises:
             UnmetBudgetError: The memory cannot be released.
@@ -273,9 +273,7 @@ class FlashWeights:
                 residency.make_room(sizes.kv)
             own = sizes.kv + sizes.buffers + sizes.resident + sizes.app
             is_new = create.model not in residency
-            self._growth[create.model] = _Growth(
-                sizes.buffers, loading.process + own if is_new else 0
-            )
+            return _Growth(sizes.buffers, loading.process + own if is_new else 0)
 
     def _needed(self, sizes: ModelSizes) -> int:
         """Return the least bytes for one more model and the current ones."""

@@ -16,6 +16,7 @@ from llmaas_hooks.native.taps import (
     Subscription,
 )
 from llmaas_hooks.native.weights import FileWeights
+from llmaas_hooks.types import ModelLoad
 
 __all__ = ["NativeContext"]
 
@@ -34,6 +35,10 @@ class NativeContext(Protocol):
     @property
     def model(self) -> int:
         """Address of the ``llama_model``."""
+
+    @property
+    def load(self) -> ModelLoad | None:
+        """Record of how the model was opened; None if that was before the activation."""
 
     @property
     def has_claims(self) -> bool:
