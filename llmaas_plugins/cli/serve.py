@@ -18,6 +18,10 @@ from llmaas_plugins.config import load_config
 
 __all__ = ["add_parser"]
 
+_LARGEST = 1e9
+_MOST_INT = {"seed": (1 << 32) - 1, "cache_size": (1 << 63) - 1}
+"""Largest integers of the options that take more than 31 bits."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Parser with one-line errors: the usage of llama_cpp.server's options is a page long."""
@@ -139,6 +143,8 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
         model: Any = parse_model_from_args(ModelSettings, values)
     except ValueError as error:  # pydantic's error, with a line for each option
         raise ConfigError(str(error)) from error
+    for name, value in (*server, *model):
+        _check_number(name, value)
     if model.cache:
         raise ConfigError(
             "--cache would let apps learn from response times what other apps asked. Leave it out: "
@@ -147,6 +153,18 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
     if model.hf_model_repo_id is None and not Path(model.model).is_file():
         raise ConfigError(f"no such model: {model.model}")
     return server, model
+
+
+def _check_number(name: str, value: object) -> None:
+    """Refuse numbers that llama_cpp would cut to other ones, or fail with."""
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, float) and not abs(number) <= _LARGEST:
+            raise ConfigError(
+                f"--{name} must be from {-_LARGEST:g} to {_LARGEST:g}, found {number:g}"
+            )
+        most = _MOST_INT.get(name, (1 << 31) - 1)
+        if isinstance(number, int) and not -(1 << 31) <= number <= most:
+            raise ConfigError(f"--{name} must be from {-(1 << 31)} to {most}, found {number}")
 
 
 def _model(args: argparse.Namespace, values: argparse.Namespace) -> str:
