@@ -153,7 +153,8 @@ def test_costs_are_learned_from_use_and_outlive_the_process(make_one, suite):
             ask(llama, FOREIGN, 1)
             if transfer_of(active, llama)._profile.costs() is not None:
                 break
-        assert transfer_of(active, llama)._profile.costs().token > 0
+        costs = transfer_of(active, llama)._profile.costs()
+        assert max(costs[:3]) > 0  # which of them depends on noise
         ask(llama, [*PROMPT, *MORE], 1)  # saves
     active = suite(recompute=True)
     with make_one() as llama:
