@@ -144,7 +144,7 @@ class NativeContext(Protocol):
         """Return the memory of the model's weights in files; all contexts of a model share it."""
 
     def untouched_bytes(self) -> int:
-        """Return the reserved compute-buffer bytes that no graph has written."""
+        """Return the bytes by which graphs may still grow: reserved, but not yet written."""
 
     def subscribe(self, tap: Any) -> Subscription:
         """Subscribe a plugin's own tap: the address of an ``llmaas_tap`` (llmaas/tap.h)."""

@@ -280,6 +280,9 @@ static void graph_optimize(ggml_backend_t backend, struct ggml_cgraph * graph, v
     pthread_mutex_lock(&engine->lock.mutex);
     llmaas_cells_notice(&engine->cells, graph, is_creation);
     llmaas_compute_buffers_forget(&engine->compute_buffers);
+    if (is_creation) {
+        llmaas_compute_buffers_reserve(&engine->compute_buffers, graph);
+    }
     pthread_mutex_unlock(&engine->lock.mutex);
     (void) params;
 }

@@ -255,7 +255,8 @@ LLMAAS_API llmaas_status llmaas_engine_land(
     llmaas_engine * engine, llmaas_set_data set_data, void * ctx, int32_t sequence, const uint8_t * blob, uint64_t n_bytes,
     llmaas_landing * landings, uint32_t n_landings);
 
-/* Return the bytes of compute buffers that are reserved but not yet written: the process can still grow by these. */
+/* Return the bytes of compute buffers that are reserved but not yet written, and of copies of operands that larger graphs
+ * need: the process can still grow by these. */
 LLMAAS_API uint64_t llmaas_engine_untouched(llmaas_engine * engine);
 
 /* Return how many engines exist, or whether the backend is registered with ggml now. */

@@ -162,7 +162,7 @@ class BackendContext:
         return Weights(self, self._library)
 
     def untouched_bytes(self) -> int:
-        """Return the reserved compute-buffer bytes that no graph has written."""
+        """Return the bytes by which graphs may still grow: reserved, but not yet written."""
         with self._alive() as engine:
             return int(self._library.lib.llmaas_engine_untouched(engine))
 
