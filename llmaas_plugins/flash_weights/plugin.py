@@ -8,7 +8,7 @@ import re
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -59,10 +59,12 @@ class _Loading:
 
     Attributes:
         tensors: Tensors of the file.
+        metadata: Metadata of the file.
         process: Bytes of the process before loading, without streamed weights.
     """
 
     tensors: Mapping[str, TensorInfo]
+    metadata: Metadata
     process: int
 
 
@@ -238,19 +240,19 @@ class FlashWeights:
             UnmetBudgetError: The memory cannot be released. The message gives the least budget
                 with the shortest context.
         """
-        residency, sizes = self._residency, sizes_of(tensors, Metadata(0, 1.0), _SHORTEST)
+        residency, metadata = self._residency, metadata_of(Path(path))
+        sizes = sizes_of(tensors, metadata, _SHORTEST)
         gc.collect()
         with residency.lock:
             release_memory()  # memory that checking the files took
             residency.look()
             process = residency.others()
-            self._loads[path] = _Loading(tensors, process)
+            self._loads[path] = _Loading(tensors, metadata, process)
             try:
                 residency.make_room(sizes.resident + sizes.app + sizes.largest)
             except UnmetBudgetError:
                 del self._loads[path]
-                found = sizes_of(tensors, metadata_of(Path(path)), _SHORTEST)
-                require(residency.budget, process, self._needed(found), _SHORTEST)
+                require(residency.budget, process, self._needed(sizes), _SHORTEST)
                 raise
 
     def _reserve(self, create: ContextCreate, loading: _Loading) -> _Growth:
@@ -261,17 +263,21 @@ class FlashWeights:
         """
         params, residency = create.params, self._residency
         n_ctx = int(params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
-        heads = Metadata(llama_cpp.llama_model_n_head(create.model), 1.0)
-        n_batch = int(params.n_ubatch) or int(params.n_batch)
-        sizes = sizes_of(loading.tensors, heads, n_ctx, n_batch=n_batch)
-        sizes = replace(sizes, kv=int(sizes.kv * _cell_bytes(params) / 4))
+        sizes = sizes_of(
+            loading.tensors,
+            loading.metadata,
+            n_ctx,
+            n_batch=int(params.n_ubatch) or int(params.n_batch),
+            cell_bytes=_cell_bytes(params),
+            is_flash=params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+        )
         with residency.lock:
             if create.model in residency:  # its weights already have their memory
-                residency.make_room(sizes.kv + sizes.buffers)
+                residency.make_room(sizes.kv + sizes.buffers + sizes.work)
             else:
                 require(residency.budget, loading.process, self._needed(sizes), n_ctx)
                 residency.make_room(sizes.kv)
-            own = sizes.kv + sizes.buffers + sizes.resident + sizes.app
+            own = sizes.kv + sizes.buffers + sizes.resident + sizes.app + sizes.work
             is_new = create.model not in residency
             return _Growth(sizes.buffers, loading.process + own if is_new else 0)
 
