@@ -31,7 +31,7 @@ from llmaas_hooks import ConfigError, PluginError, WeightClaim
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.packed import streamable
 
-SHAPE = Shape(n_layer=3, n_embd=512, n_head=8, n_head_kv=4, n_ff=9024, n_ctx=512)
+SHAPE = Shape(n_layer=2, n_embd=512, n_head=8, n_head_kv=4, n_ff=9024, n_ctx=512)
 """A shape whose wide matrices have two pieces each; the second piece is short."""
 ARENA = 8 << 20
 COMPUTING = 16 << 20
