@@ -174,15 +174,19 @@ def light_model(packaged_model: Path, shared: Callable[..., Path]) -> Path:
 
     It has two random layers of the same width, and the packaged model's vocabulary and file name.
     Its text is noise in which each token depends on all tokens before: wrong cells show at once.
+    Its output has zeros for control and byte tokens, so that texts neither end nor are broken.
     """
-    from gguf import GGMLQuantizationType
+    from gguf import GGMLQuantizationType, GGUFReader
 
     from llmaas_eval.models import Shape, write_random_model
 
     shape = Shape(n_layer=2, n_embd=256, n_head=8, n_head_kv=4, n_ff=256, n_ctx=1024)
 
     def fill(folder: Path) -> None:
-        write_random_model(folder / packaged_model.name, shape, GGMLQuantizationType.Q8_0)
+        path = folder / packaged_model.name
+        write_random_model(path, shape, GGMLQuantizationType.Q8_0)
+        tensors = {tensor.name: tensor for tensor in GGUFReader(path, "r+").tensors}
+        tensors["output.weight"].data[: 3 + 256] = 0
 
     return shared("light", fill) / packaged_model.name
 
