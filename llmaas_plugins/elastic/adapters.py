@@ -28,15 +28,12 @@ from llmaas_plugins.elastic.adapter_index import (
     widths_id,
 )
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
-from llmaas_plugins.elastic.parts import COLUMNS, ROWS, extents_of
+from llmaas_plugins.elastic.parts import COLUMNS, ROWS, LevelAdapters, extents_of
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
 from llmaas_plugins.files.partial_file import replaced
 from llmaas_plugins.model.gguf_header import GGUFHeader, read_header
 
-__all__ = ["Adapter", "LevelAdapters", "read_adapters", "write_adapters"]
-
-LevelAdapters = Mapping[int, Mapping[str, LowRank]]
-"""Adapters by the index of the level, then by the name of the weight."""
+__all__ = ["Adapter", "read_adapters", "write_adapters"]
 
 _MATRICES = (*ROWS, *COLUMNS)
 _CHUNK_BYTES = 16 << 20
