@@ -3,6 +3,10 @@
 Each level has an adapter for each of ``attn_q``, ``attn_output``, ``ffn_gate``, ``ffn_up`` and
 ``ffn_down``. Keys and values have no adapters, so the KV cache suits every level. Adapters are kept
 in the prepared file, in 8 bits, behind everything that llama.cpp reads.
+
+The bytes of a table's adapters are the number of adapters (uint64), an entry for each (level,
+matrix, layer and rank), and A and B of each adapter in that order, as ``LowRank`` stores them. The
+widths of the level give the number of their blocks.
 """
 
 from __future__ import annotations
