@@ -25,16 +25,16 @@ from llmaas_hooks import ConfigError, StoreError
 from llmaas_hooks.native.low_rank import BLOCK, MAX_RANK, LowRank, blocks_dtype
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.elastic.adapter_index import (
-    ADAPTERS,
+    FIELDS,
     AdapterTable,
-    content_end,
-    index_entry,
+    index_entries,
     widths_id,
 )
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 from llmaas_plugins.elastic.parts import COLUMNS, ROWS, LevelAdapters, extents_of
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
 from llmaas_plugins.files.partial_file import replaced
+from llmaas_plugins.model.digest import content_end
 from llmaas_plugins.model.gguf_header import GGUFHeader, read_header
 
 __all__ = ["Adapter", "read_adapters", "write_adapters"]
@@ -281,10 +281,10 @@ def _file(
     """Yield the bytes of a prepared file with these adapters."""
     start = _read(path, 0, header.infos_end)
     fields: list[bytes | memoryview] = [
-        start[a:b] for key, (a, b) in header.spans.items() if key != ADAPTERS
+        start[a:b] for key, (a, b) in header.spans.items() if key not in FIELDS
     ]
     if tables:
-        fields.append(index_entry(header, tables))
+        fields += index_entries(header, tables)
     n_fields = _COUNT.pack(len(fields))
     beginning = b"".join([start[:_N_FIELDS_AT], n_fields, *fields, start[header.infos_at :]])
     yield beginning + bytes(-len(beginning) % header.alignment)

@@ -6,7 +6,8 @@ changed since loading is never hashed in place of the loaded one.
 
 Metadata below ``llmaas.elastic`` does not count: it holds the widths of a prepared file's levels,
 which change nothing that the whole model computes. So a file that gets a better table of widths
-stays the same model. All other bytes count.
+stays the same model. The adapters of levels do not count either, which may follow the tensors; the
+field ``CONTENT`` says where they begin. All other bytes count.
 """
 
 from __future__ import annotations
@@ -25,12 +26,26 @@ from pathlib import Path
 from llmaas_hooks import FileStamp, LlmaasError, ModelFile, StoreError
 from llmaas_plugins.files import digest_cache
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
-from llmaas_plugins.model.gguf_header import header_of, read_header
+from llmaas_plugins.model.gguf_header import GGUFHeader, header_of, read_header
 
-__all__ = ["UNCOUNTED", "Digest", "begin_digest", "changed_in_place", "file_digest", "files_now"]
+__all__ = [
+    "CONTENT",
+    "UNCOUNTED",
+    "Digest",
+    "begin_digest",
+    "changed_in_place",
+    "content_end",
+    "file_digest",
+    "files_now",
+]
 
 UNCOUNTED = "llmaas.elastic"
 """Field that does not count for the digest, nor do those whose names continue it with a dot."""
+
+CONTENT = f"{UNCOUNTED}.content_bytes"
+"""Field with the number of bytes behind the header that count: an array of one integer. It is
+ignored if tensors would not count.
+"""
 
 _PIECE_BYTES = 4 << 20
 _READ_BYTES = 256 << 10
@@ -144,6 +159,16 @@ def files_now(path: str | os.PathLike[str]) -> tuple[ModelFile, ...]:
     return tuple(ModelFile(each, FileStamp.at(each)) for each in names)
 
 
+def content_end(header: GGUFHeader) -> int:
+    """Return where the bytes of a file that count for its digest end."""
+    n_bytes = header.whole_number(CONTENT)
+    if n_bytes is None:
+        return header.n_bytes
+    end = header.data_at + n_bytes
+    last = max((one.at + one.n_bytes for one in header.tensors.values()), default=header.data_at)
+    return end if last <= end <= header.n_bytes else header.n_bytes
+
+
 def changed_in_place(files: Sequence[ModelFile]) -> bool:
     """Return whether a loaded file was written to since, so that even mapped weights changed.
 
@@ -225,15 +250,18 @@ def _root(fd: int, n_bytes: int) -> bytes | None:
     if prepared is None:
         leaves = _leaves(fd, n_bytes)
         return None if leaves is None else _tree(b"llmaas-file", n_bytes, leaves)
-    head, data_at = prepared
-    leaves = _leaves(fd, n_bytes, data_at)
+    head, start, end = prepared
+    leaves = _leaves(fd, end, start)
     if leaves is None:
         return None
-    return _tree(b"llmaas-prepared", n_bytes - data_at, [_hash(b"llmaas-header", head), *leaves])
+    return _tree(b"llmaas-prepared", end - start, [_hash(b"llmaas-header", head), *leaves])
 
 
-def _counted_header(fd: int) -> tuple[bytes, int] | None:
-    """Return the bytes of a header that count, and its end; None if all bytes of the file count."""
+def _counted_header(fd: int) -> tuple[bytes, int, int] | None:
+    """Return the bytes of a header that count, and the start and end of the other bytes that do.
+
+    Return None if all bytes of the file count.
+    """
     found = header_of(fd)
     if found is None or not any(map(_is_uncounted, found[0].spans)):
         return None
@@ -244,7 +272,7 @@ def _counted_header(fd: int) -> tuple[bytes, int] | None:
     infos, padding = content[header.infos_at : header.infos_end], content[header.infos_end :]
     count = len(fields).to_bytes(8, "little")
     parts = content[:_N_FIELDS_AT], count, *fields, infos, padding.rstrip(b"\0")
-    return b"".join(parts), header.data_at
+    return b"".join(parts), header.data_at, content_end(header)
 
 
 def _is_uncounted(key: str) -> bool:

@@ -18,7 +18,7 @@ from switching import ENDINGS, OTHER, PROMPT, ask
 from llmaas_hooks import PluginError
 from llmaas_plugins import elastic
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.elastic.adapter_index import ADAPTERS
+from llmaas_plugins.elastic.adapter_index import FIELDS
 from llmaas_plugins.elastic.adapters import read_adapters, write_adapters
 from llmaas_plugins.elastic.metadata import read_elastic
 
@@ -123,6 +123,19 @@ def test_a_context_goes_on_at_another_level_from_the_disk(narrowing, engine, ada
     assert np.array_equal(found, expected)
 
 
+def test_contexts_stay_valid_when_adapters_are_added(narrowing, engine, model, adapted, tmp_path):
+    path = shutil.copy(model, tmp_path / "model.gguf")
+    kept = {"codec": "lossless", "recompute": False, "store": str(tmp_path / "kv")}
+    narrowing(plugins={"kv_chunks": kept})
+    with contextlib.closing(engine(path)) as llama:
+        ask(llama, PROMPT, 1)
+        ask(llama, OTHER, 1)
+    shutil.copy(adapted, path)
+    suite = narrowing(plugins={"kv_chunks": kept})
+    ask(engine(path), PROMPT, 1)
+    assert suite.status()["plugins"]["kv_chunks"]["disk_hits"] > 0
+
+
 def test_streamed_weights_have_adapters_within_the_budget(adapted, tmp_path):
     path = shutil.copyfile(adapted, tmp_path / "model.gguf")
     script = """
@@ -176,7 +189,7 @@ with activate({"on_error": "raise", "plugins": {"elastic": {"table": "uniform", 
 
 def test_adapters_of_other_widths_leave_the_whole_model(narrowing, engine, adapted, tmp_path):
     path, content = tmp_path / "other.gguf", bytearray(adapted.read_bytes())
-    at = content.index(b'"widths":"', content.index(ADAPTERS.encode())) + 10
+    at = content.index(b'"widths":"', content.index(FIELDS[0].encode())) + 10
     content[at : at + 8] = b"01234567"
     path.write_bytes(content)
     narrowing()
