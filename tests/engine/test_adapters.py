@@ -6,7 +6,9 @@ rows and columns are zero.
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from dataclasses import replace
 
 import llama_cpp
@@ -29,7 +31,7 @@ from claiming import (
 from low_rank import matrices_of, random_term, random_terms, write_lora_of
 from matrices import DOWN, TYPES, UP, zeroed
 
-from llmaas_hooks import ConfigError, PluginError, WeightClaim
+from llmaas_hooks import ConfigError, PluginError, WeightClaim, hookimpl
 from llmaas_hooks.native.low_rank import BLOCK
 
 CLOSE = {"F32": 2e-3, "F16": 4e-3}
@@ -204,6 +206,27 @@ def test_nothing_is_added_where_nothing_is_used(family, pattern, axis):
     terms = random_terms(path, pattern, **{axis: 32})
     found = claimed(path, *claims_of(terms, axis=axis, n=0), level=1)
     assert np.array_equal(found, claimed(path, WeightClaim(pattern, **{axis: (0,)})))
+
+
+class Once:
+    """Plugin that claims adapters and keeps none of them."""
+
+    def __init__(self, terms):
+        self.terms, self.arrays = terms, []
+
+    @hookimpl
+    def llmaas_weights(self):
+        claims, self.terms = claims_of(self.terms), None
+        self.arrays = [weakref.ref(claim.adapters[1].a) for claim in claims]
+        return claims
+
+
+def test_the_host_keeps_only_its_own_copy(family):
+    path = family("llama", "F16")
+    plugin = Once(random_terms(path, UP))
+    with native(plugin=plugin), opened(path):
+        gc.collect()
+        assert [array() for array in plugin.arrays] == [None, None]
 
 
 def test_experts_have_no_adapters(family):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,14 @@ class Resolved:
         """Plugin to name in errors about this tensor."""
         owned = self.source or self.part
         return owned[0] if owned else "unknown"
+
+    def bare(self) -> Resolved:
+        """Return the claims without their arrays, which the table has copied."""
+        return Resolved(_bare(self.source), _bare(self.part))
+
+
+def _bare(owned: tuple[str, WeightClaim] | None) -> tuple[str, WeightClaim] | None:
+    return owned and (owned[0], replace(owned[1], biases=None, adapters=()))
 
 
 def tensor_places(library: Library, paths: Iterable[str]) -> dict[str, Place]:

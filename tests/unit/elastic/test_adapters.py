@@ -21,7 +21,7 @@ from llmaas_plugins._native import crc32c
 from llmaas_plugins.elastic.adapter_index import FIELDS
 from llmaas_plugins.elastic.adapters import Adapter, read_adapters, write_adapters
 from llmaas_plugins.elastic.metadata import read_elastic
-from llmaas_plugins.elastic.prepared_file import restore, write_prepared
+from llmaas_plugins.elastic.prepared_file import replace_metadata, restore, write_prepared
 from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.units import blocks_of
 from llmaas_plugins.model.digest import CONTENT, content_end, file_digest
@@ -140,6 +140,12 @@ def test_the_model_stays_the_same(prepared, adapted, given, tmp_path):
     with path.open("ab") as file:
         file.write(b"more")
     assert file_digest(path) == file_digest(prepared)
+
+
+def test_new_widths_leave_the_adapters_behind(prepared, adapted, tmp_path):
+    path = shutil.copy(adapted, tmp_path / "a.gguf")
+    write(replace_metadata(path, read_elastic(path)))
+    assert path.read_bytes() == prepared.read_bytes()
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, -1, 1 << 62, "all but the last tensor"])
