@@ -26,6 +26,7 @@ __all__ = [
     "FIELDS",
     "AdapterTable",
     "adapter_tables",
+    "content_end",
     "index_entries",
     "widths_id",
 ]

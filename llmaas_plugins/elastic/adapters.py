@@ -27,6 +27,7 @@ from llmaas_plugins._native import crc32c
 from llmaas_plugins.elastic.adapter_index import (
     FIELDS,
     AdapterTable,
+    content_end,
     index_entries,
     widths_id,
 )
@@ -34,7 +35,6 @@ from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 from llmaas_plugins.elastic.parts import COLUMNS, ROWS, LevelAdapters, extents_of
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
 from llmaas_plugins.files.partial_file import replaced
-from llmaas_plugins.model.digest import content_end
 from llmaas_plugins.model.gguf_header import GGUFHeader, read_header
 
 __all__ = ["Adapter", "read_adapters", "write_adapters"]

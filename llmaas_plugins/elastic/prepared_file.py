@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from llmaas_hooks import ConfigError, StoreError
+from llmaas_plugins.elastic.adapter_index import content_end
 from llmaas_plugins.elastic.metadata import (
     PREFIX,
     Elastic,
@@ -29,7 +30,6 @@ from llmaas_plugins.elastic.reordering import Bytes, Order, check_order, inverse
 from llmaas_plugins.elastic.units import Blocks, blocks_in
 from llmaas_plugins.files.file_bytes import as_store_error, read_into, write
 from llmaas_plugins.files.partial_file import replaced
-from llmaas_plugins.model.digest import content_end
 from llmaas_plugins.model.gguf_header import GGUFHeader, GGUFTensor, read_header
 
 __all__ = [

@@ -74,6 +74,15 @@ def test_products_lose_little_in_8_bits(rank, n_columns, n_rows, sizes):
     assert error < 0.015
 
 
+def test_stored_matrices_are_stored_again_unchanged():
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(0, 0.02, shape).astype(np.float32) for shape in ((8, 100), (64, 8)))
+    stored = LowRank.of(a, b / 2)
+    again = LowRank.of(*stored.floats())
+    assert (again.a == stored.a).all()
+    assert (again.b == stored.b).all()
+
+
 def test_rows_that_add_nothing_are_zeros():
     a, b = np.ones((2, 40), np.float32), np.ones((33, 2), np.float32)
     a[0], b[:, 1] = 0, 0
