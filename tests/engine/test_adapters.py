@@ -14,6 +14,7 @@ from dataclasses import replace
 import llama_cpp
 import numpy as np
 import pytest
+from channel_claims import attach, claim_all, divergence, one_by_one
 from claiming import (
     Claimer,
     add_adapter,
@@ -206,6 +207,21 @@ def test_nothing_is_added_where_nothing_is_used(family, pattern, axis):
     terms = random_terms(path, pattern, **{axis: 32})
     found = claimed(path, *claims_of(terms, axis=axis, n=0), level=1)
     assert np.array_equal(found, claimed(path, WeightClaim(pattern, **{axis: (0,)})))
+
+
+def test_sparse_products_have_adapters(reference_model, channels):
+    """All values are used, so sparse products equal dense ones but for rounding."""
+    terms = random_terms(reference_model, f"{DOWN}|{UP}|{QUERY}|{OUTPUT}", rank=4)
+    plugin, found = Claimer(claim_all(reference_model), *claims_of(terms)), {}
+    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
+        attach(plugin, channels(1), share=1)
+        (context,) = plugin.contexts
+        for level, is_sparse in ((0, True), (1, True), (1, False)):
+            context.level, context.sparse_tokens = level, is_sparse
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
+            found[level, is_sparse] = one_by_one(ctx)
+    error = divergence(found[1, False], found[1, True])
+    assert 0 < 50 * error < divergence(found[1, False], found[0, True])
 
 
 class Once:
