@@ -8,7 +8,7 @@ checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.elastic.adapter_index import AdapterTable, adapter_tables
 from llmaas_plugins.elastic.reordering import Order, check_order
 from llmaas_plugins.elastic.units import Blocks, Calibration, Widths, blocks_in
+from llmaas_plugins.model.digest import UNCOUNTED
 from llmaas_plugins.model.gguf_header import GGUFHeader, entry, read_header
 
 __all__ = ["OUTPUTS", "PREFIX", "Elastic", "Source", "entries_of", "order_in", "read_elastic"]
 
-PREFIX = "llmaas.elastic"
+PREFIX = UNCOUNTED
 """Prefix of all fields that preparation adds."""
 OUTPUTS = ("attn_output", "ffn_down")
 """Matrices that have biases, in the order of the biases."""
@@ -87,6 +89,7 @@ class Elastic:
             cannot be restored.
         biases: Biases of the products of ``OUTPUTS``, by table; float16, ``(n_levels, n_layers, 2,
             n_embd)``. A table may have no biases.
+        adapters: Places of the adapters in the file, by table. ``entries_of`` leaves them out.
     """
 
     blocks: Blocks
@@ -97,6 +100,7 @@ class Elastic:
     calibration: Calibration
     source: Source | None
     biases: Mapping[str, NDArray[np.float16]]
+    adapters: Mapping[str, AdapterTable] = field(default_factory=dict)
 
     def biases_of(self, table: str) -> dict[str, NDArray[np.float32]]:
         """Return a table's biases by the weight to whose product they are added.
@@ -218,6 +222,7 @@ def _elastic(header: GGUFHeader, blocks: Blocks) -> Elastic:
         calibration=Calibration(**json.calibration.model_dump()),
         source=json.source,
         biases=biases,
+        adapters=adapter_tables(header),
     )
 
 

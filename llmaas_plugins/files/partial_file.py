@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.files.file_bytes import OPEN_FLAGS
+from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, sync_directory, write
 from llmaas_plugins.files.store_lock import try_lock
 
-__all__ = ["taken"]
+__all__ = ["replaced", "taken"]
 
 
 @contextlib.contextmanager
@@ -31,6 +31,48 @@ def taken(partial: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def replaced(
+    path: Path,
+    contents: Iterable[bytes | memoryview],
+    finish: Callable[[int], None] = lambda _fd: None,
+) -> Iterator[int]:
+    """Write a whole file, or leave an existing one unchanged; yield the numbers of bytes written.
+
+    Args:
+        path: Path of the file.
+        contents: Bytes of the file, in pieces.
+        finish: Called with the partial file's descriptor when all pieces are written; an error that
+            it raises leaves the existing file unchanged.
+
+    Raises:
+        StoreError: The file cannot be written, or another process writes it.
+    """
+    partial, n_written = path.with_name(f"{path.name}.partial"), 0
+    with as_store_error(f"cannot write {path}"), taken(partial) as fd, _removed(partial):
+        os.ftruncate(fd, 0)
+        for content in contents:
+            write(fd, content, n_written)
+            n_written += len(content)
+            yield len(content)
+        finish(fd)
+        os.fsync(fd)
+        partial.replace(path)
+        sync_directory(path.parent)
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _removed(partial: Path) -> Iterator[None]:
+    """Remove the partial file on any error: a full disk may be the cause."""
+    try:
+        yield
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _locked(partial: Path) -> int:

@@ -8,7 +8,9 @@ from collections import deque
 import llama_cpp
 import numpy as np
 
+from llmaas_plugins.elastic.adapters import Adapter
 from llmaas_plugins.elastic.metadata import Elastic
+from llmaas_plugins.elastic.parts import COLUMNS, ROWS
 from llmaas_plugins.elastic.prepared_file import write_prepared
 from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.uniform import LEVELS, step_of, uniform_widths
@@ -43,6 +45,24 @@ def shuffled(source, path, seed=0, order=None):
 def write(writing):
     """Write the whole prepared file."""
     deque(writing, maxlen=0)
+
+
+def adapters_of(blocks, levels, rank=2, seed=0, size=0.1):
+    """Return random adapters of all weights; the size is that of A's and B's values."""
+    rng = np.random.default_rng(seed)
+    units = {"attn": blocks.n_groups * blocks.group_width, "ffn_": blocks.n_ff}
+
+    def adapter(matrix):
+        n_in, n_out = blocks.n_embd, units[matrix[:4]]
+        if matrix in COLUMNS:
+            n_in, n_out = n_out, n_in
+        a, b = rng.normal(0, size, (rank, n_in)), rng.normal(0, size, (n_out, rank))
+        return Adapter(a.astype(np.float32), b.astype(np.float32))
+
+    names = {
+        f"blk.{i}.{one}.weight": one for i in range(blocks.n_layers) for one in (*ROWS, *COLUMNS)
+    }
+    return {level: {name: adapter(one) for name, one in names.items()} for level in levels}
 
 
 def logits_of(path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from llmaas_hooks.native.cells import CellMemory
 from llmaas_hooks.native.context import NativeContext
+from llmaas_hooks.native.low_rank import LowRank
 from llmaas_hooks.native.taps import (
     Activation,
     AttentionDensity,
@@ -32,6 +33,7 @@ __all__ = [
     "ChannelOperand",
     "FileWeights",
     "HiddenStates",
+    "LowRank",
     "Magnitudes",
     "Moments",
     "NativeContext",

@@ -56,6 +56,9 @@ static void rewrite_product(
     if (product) {
         multiply(engine, level, weight, product);
     }
+    if (product && weight) {
+        llmaas_weight_adapt(weight, level, engine->graph, product);
+    }
     const float * biases = weight ? llmaas_weight_biases(weight, level) : NULL;
     if (biases) {
         llmaas_biases_defer(&engine->biases, engine->graph, original, node, biases);

@@ -58,6 +58,7 @@ void llmaas_weights_release(llmaas_weights * weights) {
         }
         llmaas_lookup_free(weights->entries[i]->lookup);
         free(weights->entries[i]->biases);
+        free(weights->entries[i]->adapters);
         free(weights->entries[i]);
     }
     llmaas_stream_free(weights->stream);
@@ -158,7 +159,7 @@ void llmaas_weights_unlock(llmaas_weights * weights) { pthread_rwlock_unlock(&we
 
 bool llmaas_weights_are_cut(const llmaas_weights * weights, int32_t level) {
     const int32_t bit = level < LLMAAS_MAX_LEVELS ? level : LLMAAS_MAX_LEVELS - 1;
-    return level >= 0 && (weights->narrow_levels >> bit & 1);
+    return level >= 0 && (weights->changed_levels >> bit & 1);
 }
 
 bool llmaas_weights_change(const llmaas_weights * weights, int32_t level) {
@@ -324,6 +325,9 @@ static const char * problem(const llmaas_weight * weight, bool is_created) {
     }
     if (weight->biases && weight->tensor && ggml_nrows(weight->tensor) != weight->n_biases) {
         return "is claimed with biases of another number of rows";
+    }
+    if (weight->tensor && !llmaas_weight_adapters_fit(weight)) {
+        return "is claimed with adapters of another shape";
     }
     return is_created || weight->source->load ? weight->source->problem(weight) : NULL;
 }

@@ -175,7 +175,7 @@ class NativeHost:
             raise MemoryError("not enough memory for a weight table")
         table = self._ffi.gc(table, self._lib.llmaas_weights_release)
         fill_table(self._library, table, claimed, places)
-        return _Model(table, claimed)
+        return _Model(table, {name: found.bare() for name, found in claimed.items()})
 
     def _edited(self, params: Any, model: _Model) -> tuple[Any, object]:
         """Return parameters with our overrides before the app's, and an object to keep alive."""
