@@ -69,11 +69,12 @@ canary: setup
 native-test: setup
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run.sh
 
-# Run Python tests with both native libraries under ASan and UBSan. Tests that measure memory or preload a library are left out.
+# Run Python tests with both native libraries under ASan and UBSan. Tests that measure memory, preload a library or change what
+# malloc returns are left out.
 SANITIZED ?= tests/engine tests/property tests/integration/kv_chunks tests/integration/flash_weights/test_sparse.py \
 	tests/integration/knn_lm tests/integration/elastic/test_plugin.py tests/integration/elastic/test_levels.py \
 	tests/integration/test_requests.py tests/integration/test_request_ends.py tests/faults/test_life.py
-MEASURED := --ignore=tests/engine/test_refusal.py --ignore=tests/integration/kv_chunks/test_memory.py -k "not memory and not are_streamed"
+MEASURED := --ignore=tests/engine/test_refusal.py --ignore=tests/integration/kv_chunks/test_memory.py -k "not memory and not are_streamed and not rows_of_embeddings"
 sanitized: setup $(VENV)/.clients
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/python.sh -n 2 --dist worksteal $(SANITIZED) $(MEASURED)
 

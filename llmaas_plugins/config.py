@@ -39,7 +39,7 @@ from pydantic import (
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import installed_plugins, suggest
 from llmaas_plugins.config_file import chosen_file, read_config_file
-from llmaas_plugins.sizes import Size
+from llmaas_plugins.sizes import Count, Seconds, Size
 
 __all__ = ["Config", "PluginTable", "ServiceConfig", "Source", "load_config", "validated"]
 
@@ -55,10 +55,13 @@ _PLAIN = {
     "bool_parsing": "expected true or false",
     "bool_type": "expected true or false",
     "float_parsing": "expected a number",
+    "finite_number": "expected a finite number",
     "float_type": "expected a number",
     "greater_than": "expected more than {gt}",
     "greater_than_equal": "expected at least {ge}",
+    "int_from_float": "expected an integer",
     "int_parsing": "expected an integer",
+    "int_parsing_size": "expected an integer of fewer digits",
     "int_type": "expected an integer",
     "less_than_equal": "expected at most {le}",
     "literal_error": "expected {expected}",
@@ -75,36 +78,36 @@ class ServiceConfig(BaseModel):
         default=Path("~/.local/share/llmaas"),
         description="Where the contexts' token logs live (one SQLite file).",
     )
-    max_contexts_per_app: int = Field(
+    max_contexts_per_app: Count = Field(
         default=16, ge=1, description="Contexts an app may hold at a time (LLMS §3.1, K)."
     )
-    max_context_tokens: int | None = Field(
+    max_context_tokens: Count | None = Field(
         default=None, ge=16, description="Longest context; the engine's n_ctx when unset."
     )
     at_limit: Literal["slide", "error"] = Field(
         default="slide",
         description="Behavior of a context at its longest: drop the oldest turns, or refuse.",
     )
-    max_new_tokens: int = Field(
+    max_new_tokens: Count = Field(
         default=256, ge=1, description="Tokens that a call generates by default."
     )
-    max_queue: int = Field(
+    max_queue: Count = Field(
         default=32, ge=1, description="Calls that may wait for the engine; one more is refused."
     )
     max_body_bytes: Size = Field(
         default=ByteSize(1 << 20), ge=1024, description="Longest body of a request to the server."
     )
-    max_connections: int = Field(
+    max_connections: Count = Field(
         default=64,
         ge=1,
         description="Most connections to the server; a further one replaces an idle one.",
     )
-    client_timeout_s: float = Field(
+    client_timeout_s: Seconds = Field(
         default=30,
         gt=0,
         description="Longest time for a client to send a request, or to accept part of an answer.",
     )
-    shutdown_grace_s: float = Field(
+    shutdown_grace_s: Seconds = Field(
         default=10,
         ge=0,
         description="Time that the running call may take to finish once the server is stopped.",

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ByteSize, ValidationInfo
+from pydantic import BeforeValidator, ByteSize, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from llmaas_plugins.machine import nearest_directory, total_bytes
 
 __all__ = [
+    "Count",
     "DiskSize",
     "MemorySize",
     "OptionalMemorySize",
     "OptionalSize",
+    "Seconds",
     "Size",
     "memory_bytes",
     "size_bytes",
@@ -28,7 +30,7 @@ _SIZE = re.compile(
 )
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,20})?)\s*%", re.ASCII)
 _POWERS = "kmgtp"
-_MOST = (1 << 63) - 1
+_MOST = 1 << 62
 _LEAST_MEMORY = 1 << 20
 _NO_SIZE = "expected a size such as 3 GiB"
 _NO_SHARE = "expected a size such as 3 GiB, or a share such as 60%"
@@ -114,6 +116,10 @@ def _checked(parse: Callable[..., int]) -> Any:
     return BeforeValidator(validate)
 
 
+Count = Annotated[int, Field(le=(1 << 31) - 1)]
+"""Setting that counts something; llama.cpp and the files take no larger numbers."""
+Seconds = Annotated[float, Field(le=31_536_000, allow_inf_nan=False)]
+"""Setting in seconds, a year at most, which timers of every kind can wait."""
 Size = Annotated[ByteSize, _checked(size_bytes)]
 """Setting in bytes."""
 OptionalSize = Annotated[ByteSize | None, _checked(size_bytes)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shutil
 import tempfile
 import time
 from dataclasses import replace
@@ -16,25 +17,35 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFReader
 from llama_cpp import Llama
 
 from llmaas_eval.batches import batches, loaded
 from llmaas_eval.elastic.cutting import even_widths, write_cut
 from llmaas_eval.elastic.engine import Claimer
+from llmaas_eval.elastic.gathering import Gather
 from llmaas_eval.elastic.memory import peak_with
 from llmaas_eval.elastic.prepared import variants, write_uniform
+from llmaas_eval.elastic.random_adapters import (
+    add_llama_cpps,
+    random_terms,
+    write_llama_cpps,
+    write_random_adapters,
+)
 from llmaas_eval.paired import repeats
 from llmaas_eval.stats import median_interval, quartiles
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate, elastic
 from llmaas_plugins.demo.page_cache import drop_pages
+from llmaas_plugins.elastic.metadata import read_elastic
+from llmaas_plugins.elastic.parts import part_claims
 from llmaas_plugins.elastic.uniform import LEVELS
 from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of, without_layers
 
 NOTHING = len(LEVELS)
 DEPTH = 512
 COPIED = 0.6
+ADAPTED = (0.6, 0.5, 0.4, 0.3, 0.2)
+RANK = 8
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +204,53 @@ def bench_biases(benchmark, variant, what):
         two_of_each(benchmark, without, ours, rounds=30)
 
 
+@pytest.mark.parametrize("what", ["token", 256])
+def bench_adapters(benchmark, variant, what):
+    """Compare narrow levels with and without adapters of rank 8, and with llama.cpp's own.
+
+    All run on the same weights. Levels beyond the last one have the same widths and adapters.
+    llama.cpp's adapter is of the whole weights, in F16.
+    """
+    picks = [LEVELS.index(level) for level in ADAPTED]
+    levels = [variant.levels[0], *(2 * [variant.levels[pick] for pick in picks])]
+    first = 1 + len(picks)
+    terms = {i: random_terms(variant.blocks, levels[i], RANK) for i in range(first, len(levels))}
+    taken = []
+    with contextlib.ExitStack() as stack:
+        claimer = claiming(stack)
+        claimer.claims = part_claims(variant.blocks, levels, adapters=terms)
+        model = stack.enter_context(loaded(variant.path))
+        del terms
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        own = write_llama_cpps(folder / "own.gguf", variant.blocks, variant.levels[0], RANK)
+        steps = [prepared(stack.enter_context(batches(model, on(2))), what) for _ in range(2)]
+        ours, theirs = claimer.contexts[-2:]
+        add_llama_cpps(model, theirs.ctx, own)
+        sides = [(steps[0], ours, 1), (steps[0], ours, first), (steps[1], theirs, 1)]
+
+        def one_round():
+            seconds = np.empty((len(picks), len(sides)))
+            for i in range(len(picks)):
+                for side in range(len(sides))[:: 1 if len(taken) % 2 else -1]:
+                    step, native, start = sides[side]
+                    native.level = start + i
+                    seconds[i, side] = seconds_of(*step)
+            taken.append(seconds)
+
+        one_round()
+        taken.clear()
+        benchmark.pedantic(one_round, rounds=repeats(20 if what == "token" else 8))
+    for level, seconds in zip(ADAPTED, np.array(taken).transpose(1, 2, 0), strict=True):
+        plain, *others = seconds
+        benchmark.extra_info[f"{level:.0%}"] = {
+            "ms": quartiles(1e3 * plain / (4 if what == "token" else 1)),
+            **{
+                name: "{:.3f} ({:.3f} to {:.3f})".format(*median_interval(one / plain))
+                for name, one in zip(("adapters", "llama.cpp's"), others, strict=True)
+            },
+        }
+
+
 class Switches:
     """An app that changes the level of its requests and records the time until the decode."""
 
@@ -226,7 +284,18 @@ class Switches:
         return self._started - before, self._decode_s
 
 
-def bench_switching(benchmark, model):
+@pytest.fixture(scope="module")
+def adapted(model):
+    """Return a copy of the prepared model with adapters of all levels."""
+    path = model.with_stem(f"{model.stem}-adapted")
+    if not path.exists():
+        shutil.copyfile(model, path)
+        write_random_adapters(path, RANK)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["plain", "adapted"])
+def bench_switching(benchmark, request, model, kind):
     """Measure the time from setting a level to the next decode's start, and that decode.
 
     Levels are random. Each round has three requests. The first keeps the previous level and does
@@ -235,7 +304,8 @@ def bench_switching(benchmark, model):
     """
     rng, levels = np.random.default_rng(0), [1.0]
     with contextlib.ExitStack() as stack:
-        app, taken = Switches(stack, model), []
+        path = model if kind == "plain" else request.getfixturevalue("adapted")
+        app, taken = Switches(stack, path), []
 
         def one_round():
             level = rng.choice([one for one in LEVELS if [one] != levels[-1:]])
@@ -278,35 +348,6 @@ def bench_copying(benchmark, model):
         benchmark.extra_info[f"{name}, ms"] = quartiles(1e3 * np.array(seconds))
 
 
-class Gather:
-    """Copy of a width's units from random places of a model to contiguous memory."""
-
-    def __init__(self, model, widths):
-        blocks = blocks_of(model)
-        shares = {
-            "attn_q": (0, blocks.n_groups, widths.groups[0]),
-            "attn_output": (1, blocks.n_groups, widths.groups[0]),
-            "ffn_gate": (0, blocks.n_ff, widths.neurons[0]),
-            "ffn_up": (0, blocks.n_ff, widths.neurons[0]),
-            "ffn_down": (1, blocks.n_ff // blocks.granule, widths.neurons[0] // blocks.granule),
-        }
-        self._moves = [
-            self._move(np.array(tensor.data), *shares[matrix])
-            for tensor in GGUFReader(model).tensors
-            if (matrix := tensor.name.split(".")[-2]) in shares
-        ]
-
-    @staticmethod
-    def _move(data, axis, n_units, n_kept):
-        units = data.reshape(*data.shape[:axis], n_units, -1)
-        picks = np.sort(np.random.default_rng(0).permutation(n_units)[:n_kept])
-        return units, picks, axis, np.take(units, picks, axis=axis)
-
-    def __call__(self):
-        for units, picks, axis, kept in self._moves:
-            np.take(units, picks, axis=axis, out=kept, mode="clip")
-
-
 def load(path):
     with loaded(path) as model, batches(model):
         pass
@@ -336,4 +377,23 @@ def bench_memory(benchmark, model):
         copies_mib=copied / 2**20,
         ours_over_vanilla=ours / stock,
         copies_over_vanilla=copied / stock,
+    )
+
+
+def bench_adapter_memory(benchmark, model, adapted):
+    """Compare the peak memory of a process with all levels, with and without their adapters."""
+    taken = []
+
+    def one_round():
+        taken.append((peak_with([adapted], LEVELS), peak_with([model], LEVELS)))
+
+    benchmark.pedantic(one_round, rounds=repeats(3))
+    ours, without = np.median(np.array(taken), axis=0)
+    n_bytes = sum(one.n_bytes for one in read_elastic(adapted).adapters.values())
+    benchmark.extra_info.update(
+        adapted_mib=ours / 2**20,
+        without_mib=without / 2**20,
+        adapters_mib=n_bytes / 2**20,
+        adapters_over_peak=n_bytes / ours,
+        adapted_over_without=ours / without,
     )

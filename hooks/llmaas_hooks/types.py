@@ -199,9 +199,12 @@ class ModelFile(NamedTuple):
     stamp: FileStamp | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class ModelLoad:
     """A model file about to be opened.
+
+    The record of a loaded model lives as long as the model, so a plugin can keep what it knows of a
+    model in a ``WeakKeyDictionary`` of these records.
 
     Attributes:
         path: Path of the GGUF file.

@@ -10,9 +10,17 @@ from typing import NoReturn
 
 from llmaas_hooks.discovery import suggest
 
-__all__ = ["add_config_option", "add_renamed_option", "at_least", "positive", "unrecognized"]
+__all__ = [
+    "add_config_option",
+    "add_renamed_option",
+    "at_least",
+    "finite",
+    "positive",
+    "unrecognized",
+]
 
 _MOST_DIGITS = 9
+_LARGEST = 1e9
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +60,23 @@ def positive(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
+    if not 0 < number <= _LARGEST:
+        raise argparse.ArgumentTypeError(
+            f"expected a number above 0, up to {_LARGEST:g}, found {text!r}"
+        )
+    return number
+
+
+def finite(text: str) -> float:
+    """Parse an option value that is a number of any sign."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not abs(number) <= _LARGEST:
+        raise argparse.ArgumentTypeError(
+            f"expected a number from {-_LARGEST:g} to {_LARGEST:g}, found {text!r}"
+        )
     return number
 
 

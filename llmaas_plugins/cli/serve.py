@@ -18,7 +18,9 @@ from llmaas_plugins.config import load_config
 
 __all__ = ["add_parser"]
 
-_CERTIFICATE = ("ssl_keyfile", "ssl_certfile")
+_LARGEST = 1e9
+_MOST_INT = {"seed": (1 << 32) - 1, "cache_size": (1 << 63) - 1}
+"""Largest integers of the options that take more than 31 bits."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,6 +73,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     from llmaas_plugins.server.admission import Admission
     from llmaas_plugins.server.api_keys import ApiKeys, read_key_file
     from llmaas_plugins.server.grammars import Grammars
+    from llmaas_plugins.server.listening import tls_context
     from llmaas_plugins.server.metrics import Metrics
     from llmaas_plugins.server.origins import OriginCheck
     from llmaas_plugins.server.shutdown import Shutdown
@@ -80,7 +83,10 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     config = load_config(args.config).with_default("kv_chunks")  # a service should keep contexts
     limits = config.service
     keys = ApiKeys(server_settings.api_key, read_key_file(limits.key_file))
-    host = None if args.uds else server_settings.host
+    is_tcp = args.uds is None
+    host = server_settings.host if is_tcp else None
+    files = (server_settings.ssl_keyfile, server_settings.ssl_certfile)
+    tls = tls_context(*files) if is_tcp else None
     origins = OriginCheck(host, limits.allowed_hosts, limits.allowed_origins)
     admission = Admission(limits.max_queue)
     metrics = Metrics(admission)
@@ -95,9 +101,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
         say_problems(config)
         checks = {"admission": admission, "keys": keys, "origins": origins, "metrics": metrics}
         app = make_application(server_settings, model_settings, service, grammars, checks)
-        names = () if args.uds else _CERTIFICATE
-        certificate = {name: getattr(server_settings, name) for name in names}
-        server = Server(app, admission, keys, limits, **certificate)
+        server = Server(app, admission, keys, limits, tls=tls)
         shutdown.ask(server.handle_exit)
         server.run(sockets)
     return 0
@@ -109,7 +113,6 @@ def _listening(uds: Path | None, server_settings: Any) -> AbstractContextManager
 
     if uds is not None:
         return listening.listening_on(uds)
-    listening.check_certificate(*(getattr(server_settings, name) for name in _CERTIFICATE))
     return listening.listening_on_port(server_settings.host, server_settings.port)
 
 
@@ -140,6 +143,8 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
         model: Any = parse_model_from_args(ModelSettings, values)
     except ValueError as error:  # pydantic's error, with a line for each option
         raise ConfigError(str(error)) from error
+    for name, value in (*server, *model):
+        _check_number(name, value)
     if model.cache:
         raise ConfigError(
             "--cache would let apps learn from response times what other apps asked. Leave it out: "
@@ -148,6 +153,18 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
     if model.hf_model_repo_id is None and not Path(model.model).is_file():
         raise ConfigError(f"no such model: {model.model}")
     return server, model
+
+
+def _check_number(name: str, value: object) -> None:
+    """Refuse numbers that llama_cpp would cut to other ones, or fail with."""
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, float) and not abs(number) <= _LARGEST:
+            raise ConfigError(
+                f"--{name} must be from {-_LARGEST:g} to {_LARGEST:g}, found {number:g}"
+            )
+        most = _MOST_INT.get(name, (1 << 31) - 1)
+        if isinstance(number, int) and not -(1 << 31) <= number <= most:
+            raise ConfigError(f"--{name} must be from {-(1 << 31)} to {most}, found {number}")
 
 
 def _model(args: argparse.Namespace, values: argparse.Namespace) -> str:

@@ -1,8 +1,9 @@
 """Index of the adapters in a prepared file.
 
-The adapters lie behind everything that llama.cpp reads. The field ``llmaas.elastic.adapters`` is
-JSON; it says where they are and for which widths they were trained. A file may come from anybody,
-so all values are checked.
+The adapters lie behind the file's other content. ``digest.CONTENT`` says where that ends, so that
+adapters do not count for the model's identity. The field ``llmaas.elastic.adapters`` is JSON; it
+says where the adapters of each table are and for which widths they were trained. A file may come
+from anybody, so all values are checked.
 """
 
 from __future__ import annotations
@@ -12,17 +13,28 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmaas_hooks import ConfigError
 from llmaas_hooks.native.low_rank import MAX_RANK
 from llmaas_plugins.elastic.units import Widths
+from llmaas_plugins.model.digest import CONTENT, UNCOUNTED, content_end
 from llmaas_plugins.model.gguf_header import GGUFHeader, entry
 
-__all__ = ["ADAPTERS", "AdapterTable", "adapter_tables", "content_end", "index_entry", "widths_id"]
+__all__ = [
+    "FIELDS",
+    "AdapterTable",
+    "adapter_tables",
+    "content_end",
+    "index_entries",
+    "widths_id",
+]
 
-ADAPTERS = "llmaas.elastic.adapters"
-"""Field with the index."""
+_ADAPTERS = f"{UNCOUNTED}.adapters"
+
+FIELDS = (_ADAPTERS, CONTENT)
+"""Fields of a file that has adapters."""
 
 _Size = Annotated[int, Field(ge=0, lt=1 << 48)]
 
@@ -51,7 +63,6 @@ class AdapterTable(_Model):
 
 class _Index(_Model):
     version: Literal[1]
-    begins: _Size
     tables: dict[Annotated[str, Field(pattern="^[a-z][a-z_]{0,31}$")], AdapterTable]
 
 
@@ -61,46 +72,24 @@ def adapter_tables(header: GGUFHeader) -> Mapping[str, AdapterTable]:
     Raises:
         ConfigError: The index is damaged.
     """
-    index = _index(header)
-    return {} if index is None else index.tables
+    if _ADAPTERS not in header.fields:
+        return {}
+    text = header.fields[_ADAPTERS]
+    try:
+        return _Index.model_validate_json(text if isinstance(text, str) else "").tables
+    except ValidationError as error:
+        what = error.errors()[0]["msg"]
+        raise ConfigError(f"its field {_ADAPTERS!r} is damaged: {what}") from None
 
 
-def content_end(header: GGUFHeader) -> int:
-    """Return where a file's content other than adapters ends.
-
-    Raises:
-        ConfigError: The index is damaged.
-    """
-    index = _index(header)
-    return header.n_bytes if index is None else header.data_at + index.begins
-
-
-def index_entry(header: GGUFHeader, tables: Mapping[str, AdapterTable]) -> bytes:
-    """Return the header entry of an index of adapters that follow the file's other content."""
-    begins = content_end(header) - header.data_at
-    return entry(ADAPTERS, _Index(version=1, begins=begins, tables=dict(tables)).model_dump_json())
+def index_entries(header: GGUFHeader, tables: Mapping[str, AdapterTable]) -> list[bytes]:
+    """Return the header entries of adapters that follow the file's other content."""
+    n_bytes = np.array([content_end(header) - header.data_at], np.uint64)
+    index = _Index(version=1, tables=dict(tables)).model_dump_json()
+    return [entry(_ADAPTERS, index), entry(CONTENT, n_bytes)]
 
 
 def widths_id(levels: Sequence[float], table: Sequence[Widths]) -> str:
     """Return a digest of a table's levels and widths."""
     widths = [[one.groups.tolist(), one.neurons.tolist()] for one in table]
     return hashlib.sha256(json.dumps([list(levels), widths]).encode()).hexdigest()
-
-
-# -- inside --------------------------------------------------------------------------------------
-
-
-def _index(header: GGUFHeader) -> _Index | None:
-    if ADAPTERS not in header.fields:
-        return None
-    text = header.fields[ADAPTERS]
-    try:
-        index = _Index.model_validate_json(text if isinstance(text, str) else "")
-    except ValidationError as error:
-        raise ConfigError(
-            f"its field {ADAPTERS!r} is damaged: {error.errors()[0]['msg']}"
-        ) from None
-    begin = header.data_at + index.begins
-    if begin < max((one.at + one.n_bytes for one in header.tensors.values()), default=0):
-        raise ConfigError("its adapters begin in another tensor")
-    return index

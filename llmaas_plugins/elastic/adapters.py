@@ -3,6 +3,10 @@
 Each level has an adapter for each of ``attn_q``, ``attn_output``, ``ffn_gate``, ``ffn_up`` and
 ``ffn_down``. Keys and values have no adapters, so the KV cache suits every level. Adapters are kept
 in the prepared file, in 8 bits, behind everything that llama.cpp reads.
+
+The bytes of a table's adapters are the number of adapters (uint64), an entry for each (level,
+matrix, layer and rank), and A and B of each adapter in that order, as ``LowRank`` stores them. The
+widths of the level give the number of their blocks.
 """
 
 from __future__ import annotations
@@ -21,22 +25,19 @@ from llmaas_hooks import ConfigError, StoreError
 from llmaas_hooks.native.low_rank import BLOCK, MAX_RANK, LowRank, blocks_dtype
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.elastic.adapter_index import (
-    ADAPTERS,
+    FIELDS,
     AdapterTable,
     content_end,
-    index_entry,
+    index_entries,
     widths_id,
 )
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
-from llmaas_plugins.elastic.parts import COLUMNS, ROWS, extents_of
+from llmaas_plugins.elastic.parts import COLUMNS, ROWS, LevelAdapters, extents_of
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
 from llmaas_plugins.files.partial_file import replaced
 from llmaas_plugins.model.gguf_header import GGUFHeader, read_header
 
-__all__ = ["Adapter", "LevelAdapters", "read_adapters", "write_adapters"]
-
-LevelAdapters = Mapping[int, Mapping[str, LowRank]]
-"""Adapters by the index of the level, then by the name of the weight."""
+__all__ = ["Adapter", "read_adapters", "write_adapters"]
 
 _MATRICES = (*ROWS, *COLUMNS)
 _CHUNK_BYTES = 16 << 20
@@ -280,10 +281,10 @@ def _file(
     """Yield the bytes of a prepared file with these adapters."""
     start = _read(path, 0, header.infos_end)
     fields: list[bytes | memoryview] = [
-        start[a:b] for key, (a, b) in header.spans.items() if key != ADAPTERS
+        start[a:b] for key, (a, b) in header.spans.items() if key not in FIELDS
     ]
     if tables:
-        fields.append(index_entry(header, tables))
+        fields += index_entries(header, tables)
     n_fields = _COUNT.pack(len(fields))
     beginning = b"".join([start[:_N_FIELDS_AT], n_fields, *fields, start[header.infos_at :]])
     yield beginning + bytes(-len(beginning) % header.alignment)

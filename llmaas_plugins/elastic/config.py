@@ -45,3 +45,7 @@ class ElasticConfig(BaseModel):
         default=True,
         description="Add the mean output of the units that a level leaves out, if the file has it.",
     )
+    adapters: bool = Field(
+        default=True,
+        description="Add the adapters that were trained for each level, if the file has them.",
+    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmaas_hooks import Levels, NativeContext, Request
+from llmaas_plugins.elastic.adapter_index import AdapterTable
 from llmaas_plugins.elastic.levels import level_index
 from llmaas_plugins.elastic.units import Widths
 
@@ -22,6 +23,8 @@ class ElasticModel:
         table: Name of the table of widths.
         widths: Widths by level.
         is_compensated: Whether biases are added to products.
+        adapters: Place of the table's adapters in the file, or None if it has none.
+        is_adapted: Whether the adapters are added to products.
     """
 
     name: str
@@ -29,17 +32,29 @@ class ElasticModel:
     table: str
     widths: tuple[Widths, ...]
     is_compensated: bool
+    adapters: AdapterTable | None
+    is_adapted: bool
 
     def report(self) -> dict[str, Any]:
         """Return the model's levels and the number of units in use at each."""
         return {
             "table": self.table,
             "compensated": self.is_compensated,
+            "adapters": self._adapters(),
             "levels": list(self.levels),
             "widths": {
                 str(level): {"groups": int(one.groups.sum()), "neurons": int(one.neurons.sum())}
                 for level, one in zip(self.levels, self.widths, strict=True)
             },
+        }
+
+    def _adapters(self) -> dict[str, Any] | None:
+        if self.adapters is None:
+            return None
+        return {
+            "on": self.is_adapted,
+            "rank": self.adapters.rank,
+            "bytes": self.adapters.n_bytes,
         }
 
 

@@ -20,11 +20,12 @@ from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic.adapter_index import AdapterTable, adapter_tables
 from llmaas_plugins.elastic.reordering import Order, check_order
 from llmaas_plugins.elastic.units import Blocks, Calibration, Widths, blocks_in
+from llmaas_plugins.model.digest import UNCOUNTED
 from llmaas_plugins.model.gguf_header import GGUFHeader, entry, read_header
 
 __all__ = ["OUTPUTS", "PREFIX", "Elastic", "Source", "entries_of", "order_in", "read_elastic"]
 
-PREFIX = "llmaas.elastic"
+PREFIX = UNCOUNTED
 """Prefix of all fields that preparation adds."""
 OUTPUTS = ("attn_output", "ffn_down")
 """Matrices that have biases, in the order of the biases."""

@@ -9,11 +9,13 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import WeightClaim
+from llmaas_hooks import LowRank, WeightClaim
 from llmaas_plugins.elastic.units import Blocks, Widths
 
-__all__ = ["COLUMNS", "ROWS", "Extents", "extents_of", "part_claims"]
+__all__ = ["COLUMNS", "ROWS", "Extents", "LevelAdapters", "extents_of", "part_claims"]
 
+LevelAdapters = Mapping[int, Mapping[str, LowRank]]
+"""Adapters by the index of the level, then by the name of the weight."""
 Extents = tuple[int | None, ...]
 """Leading rows or columns of one weight, by level; None means all."""
 
@@ -42,6 +44,7 @@ def part_claims(
     blocks: Blocks,
     levels: Sequence[Widths],
     biases: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+    adapters: LevelAdapters = MappingProxyType({}),
 ) -> list[WeightClaim]:
     """Return weight claims for the rows and columns in use.
 
@@ -50,15 +53,22 @@ def part_claims(
         levels: Widths by level.
         biases: Bias to add to each weight's product, by weight name; float32, ``(n_levels,
             n_embd)``.
+        adapters: Adapters by the index of the level.
     """
     claims = []
     for name, extents in extents_of(blocks, levels).items():
-        pattern = re.escape(name)
+        pattern, terms = re.escape(name), _by_level(adapters, name, len(levels))
         if name.split(".")[2] in ROWS:
-            claims.append(WeightClaim(pattern, rows=extents))
+            claims.append(WeightClaim(pattern, rows=extents, adapters=terms))
         else:
-            claims.append(WeightClaim(pattern, columns=extents, biases=biases.get(name)))
+            bias = biases.get(name)
+            claims.append(WeightClaim(pattern, columns=extents, biases=bias, adapters=terms))
     return claims
+
+
+def _by_level(adapters: LevelAdapters, name: str, n_levels: int) -> tuple[LowRank | None, ...]:
+    terms = tuple(adapters.get(level, {}).get(name) for level in range(n_levels))
+    return terms if any(terms) else ()
 
 
 def _cut(widths: Sequence[int], n_units: int, size: int) -> Extents:

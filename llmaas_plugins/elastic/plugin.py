@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from llmaas_hooks import (
     ConfigError,
-    ContextCreate,
     DecodeStep,
     Levels,
     LogitsView,
@@ -21,10 +20,11 @@ from llmaas_hooks import (
     forks,
     hookimpl,
 )
+from llmaas_plugins.elastic.adapters import read_adapters
 from llmaas_plugins.elastic.config import ElasticConfig
 from llmaas_plugins.elastic.contexts import ElasticContext, ElasticModel
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
-from llmaas_plugins.elastic.parts import part_claims
+from llmaas_plugins.elastic.parts import LevelAdapters, part_claims
 
 __all__ = ["ElasticModels"]
 
@@ -50,7 +50,6 @@ class ElasticModels:
         )
         self._lock = forks.lock()
         self._models: dict[str, ElasticModel] = {}
-        self._paths: dict[int, str] = {}
         self._contexts: dict[int, ElasticContext] = {}
         self._left_alone: dict[str, str] = {}
         self._adapted: set[str] = set()
@@ -66,7 +65,7 @@ class ElasticModels:
 
     # -- hooks ----------------------------------------------------------------------------------
 
-    @hookimpl
+    @hookimpl(tryfirst=True)  # before a plugin measures the memory that is in use
     def llmaas_weights(self, load: ModelLoad) -> list[WeightClaim]:
         """Claim the elastic weights of a prepared model."""
         self._models.pop(load.path, None)  # another file may have been loaded from this path before
@@ -84,19 +83,24 @@ class ElasticModels:
         biases = found.biases_of(table) if self._config.compensate else {}
         for by_level in biases.values():
             by_level[0] = 0  # the whole model leaves nothing out
-        name = Path(load.path).name
-        self._models[load.path] = ElasticModel(name, found.levels, table, widths, bool(biases))
-        return part_claims(found.blocks, widths, biases)
-
-    @hookimpl
-    def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Remember the file of the context's model."""
-        self._paths[create.model] = "" if create.load is None else create.load.path
+        adapters: LevelAdapters = {}
+        if self._config.adapters:
+            adapters = read_adapters(Path(load.path), found, table)
+        self._models[load.path] = ElasticModel(
+            name=Path(load.path).name,
+            levels=found.levels,
+            table=table,
+            widths=widths,
+            is_compensated=bool(biases),
+            adapters=found.adapters.get(table),
+            is_adapted=bool(adapters),
+        )
+        return part_claims(found.blocks, widths, biases, adapters)
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Track the new context if its model has levels."""
-        path = self._paths.get(context.model, "")
+        path = "" if context.load is None else context.load.path
         model = self._models.get(path)
         if model is None:
             return

@@ -32,7 +32,14 @@ from llmaas_plugins.files.file_bytes import as_store_error, read_into, write
 from llmaas_plugins.files.partial_file import replaced
 from llmaas_plugins.model.gguf_header import GGUFHeader, GGUFTensor, read_header
 
-__all__ = ["check_is_another", "restore", "write_prepared", "write_reordered"]
+__all__ = [
+    "check_is_another",
+    "prepared_order",
+    "replace_metadata",
+    "restore",
+    "write_prepared",
+    "write_reordered",
+]
 
 _CHUNK_BYTES = 16 << 20
 _COUNT = struct.Struct("<Q")
@@ -52,16 +59,23 @@ def write_reordered(
         ConfigError: The source is no model that can be elastic, or the order is impossible.
         StoreError: The source cannot be read, or the target cannot be written.
     """
+    check_is_another(source, path)
     with _Model(source) as model:
         blocks = blocks_in(model.header, source)
         if takes_blocks_apart:
             blocks = replace(blocks, granule=1)
         check_order(blocks, order)
-        yield from _write(source, path, model.contents([], _reordered(blocks, order)))
+        yield from _write(path, model.contents([], _reordered(blocks, order)))
 
 
-def write_prepared(
-    source: Path, path: Path, elastic: Elastic, order: Order, *, is_ordered: bool = False
+def write_prepared(  # noqa: PLR0913 -- a file, its content, and two ways to make it
+    source: Path,
+    path: Path,
+    elastic: Elastic,
+    order: Order,
+    *,
+    is_ordered: bool = False,
+    takes_blocks_apart: bool = False,
 ) -> Iterator[int]:
     """Write a prepared file, replacing one at that path; yield the numbers of bytes written.
 
@@ -72,21 +86,25 @@ def write_prepared(
         order: New order of the model's units.
         is_ordered: Whether the source's units already have that order. The prepared file then
             cannot be restored.
+        takes_blocks_apart: Whether neurons move one by one, and ``ffn_down`` is quantized again.
+            The prepared file then cannot be restored.
 
     Raises:
         ConfigError: The source is already prepared, or the metadata is impossible.
         StoreError: The source cannot be read, or the target cannot be written.
     """
-    blocks = elastic.blocks
-    check_order(replace(blocks, group_granule=1, granule=1) if is_ordered else blocks, order)
+    check_is_another(source, path)
+    blocks = replace(elastic.blocks, granule=1) if takes_blocks_apart else elastic.blocks
+    check_order(_movable(blocks) if is_ordered else blocks, order)
     with _Model(source) as model:
         if any(key.startswith(PREFIX) for key in model.header.fields):
             raise ConfigError(
                 f"{source} is already prepared. `llmaas elastic restore` restores its source."
             )
-        if is_ordered:
+        if is_ordered or takes_blocks_apart:
             entries = entries_of(replace(elastic, source=None), order)
-            yield from _write(source, path, model.contents(entries, _as_it_is))
+            how = _as_it_is if is_ordered else _reordered(blocks, order)
+            yield from _write(path, model.contents(entries, how))
             return
 
         def entries_with(sha256: str) -> list[bytes]:
@@ -97,7 +115,40 @@ def write_prepared(
             write(fd, model.beginning(entries_with(model.seen.hexdigest())), 0)
 
         reordered = _reordered(blocks, order)
-        yield from _write(source, path, model.contents(entries_with("0" * 64), reordered), finish)
+        yield from _write(path, model.contents(entries_with("0" * 64), reordered), finish)
+
+
+def replace_metadata(path: Path, elastic: Elastic) -> Iterator[int]:
+    """Replace a prepared file's metadata, in one step at the end; yield numbers of bytes written.
+
+    The order of units, the source and the tensors stay as they are in the file.
+
+    Raises:
+        ConfigError: The file is not prepared, or the metadata is impossible.
+        StoreError: The file cannot be read or written.
+    """
+    with _Model(path) as model:
+        before = read_elastic(path)
+        if before is None:
+            raise ConfigError(f"{path} is not a prepared file. Prepare it again.")
+        order = order_in(model.header, _movable(before.blocks))
+        entries = entries_of(replace(elastic, source=before.source), order)
+        yield from _write(path, model.contents(entries, _as_it_is))
+
+
+def prepared_order(path: Path) -> Order | None:
+    """Return the order of a prepared file's units; None if there is no prepared file.
+
+    Raises:
+        StoreError: The file cannot be read.
+    """
+    try:
+        elastic = read_elastic(path) if path.is_file() else None
+        if elastic is not None:
+            return order_in(read_header(path), _movable(elastic.blocks))
+    except ConfigError:
+        pass  # another file, which is replaced
+    return None
 
 
 def check_is_another(source: Path, path: Path) -> None:
@@ -136,10 +187,11 @@ def restore(path: Path, target: Path) -> Iterator[int]:
         if written.hexdigest() != expected:
             raise StoreError(f"{path} is damaged: the restored bytes differ from the original's.")
 
+    check_is_another(path, target)
     with _Model(path) as model:
         order = inverse_of(order_in(model.header, elastic.blocks))
         contents = model.contents([], _reordered(elastic.blocks, order))
-        yield from _write(path, target, noted(contents), finish)
+        yield from _write(target, noted(contents), finish)
 
 
 # -- inside --------------------------------------------------------------------------------------
@@ -219,6 +271,11 @@ class _Model:
         return content
 
 
+def _movable(blocks: Blocks) -> Blocks:
+    """Return blocks whose units move one by one, as they may have moved before quantization."""
+    return replace(blocks, group_granule=1, granule=1)
+
+
 def _as_it_is(_name: str, _tensor: GGUFTensor, content: Bytes) -> Iterable[Bytes]:
     return (content,)
 
@@ -232,10 +289,9 @@ def _reordered(blocks: Blocks, order: Order) -> _Moved:
 
 
 def _write(
-    source: Path,
     path: Path,
     contents: Iterable[Bytes],
     finish: Callable[[int], None] = lambda _fd: None,
 ) -> Iterator[int]:
-    check_is_another(source, path)
+    """Write a file completely, or leave an existing one unchanged."""
     return replaced(path, (content.data for content in contents), finish)

@@ -24,6 +24,8 @@ __all__ = ["DIGEST_BYTES", "find", "keep"]
 DIGEST_BYTES = 32
 
 _CHECK_BYTES = 16
+_VERSION = b"2"
+"""Part of an entry's name that changes when a file's digest is computed in another way."""
 _MOST_ENTRIES = 256
 _PARTIAL = "partial-"
 _FILES = PrivateFiles(
@@ -98,7 +100,7 @@ def _directory() -> Path:
 
 
 def _name(stamp: FileStamp) -> str:
-    return hashlib.blake2b(_packed(stamp), digest_size=16).hexdigest()
+    return hashlib.blake2b(_packed(stamp), digest_size=16, person=_VERSION).hexdigest()
 
 
 def _check(stamp: FileStamp, digest: bytes) -> bytes:

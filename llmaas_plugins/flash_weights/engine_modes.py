@@ -101,7 +101,7 @@ def fixed_bytes(sizes: ModelSizes, process: int) -> int:
 
     Compute buffers are not counted: decoding releases them.
     """
-    own = sizes.resident + sizes.kv + sizes.app
+    own = sizes.resident + sizes.kv + sizes.app + sizes.work
     return process + own + SPARE_BYTES
 
 

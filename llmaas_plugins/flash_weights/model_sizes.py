@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from llmaas_hooks import TensorInfo
@@ -23,15 +25,21 @@ from llmaas_plugins.flash_weights.locality import typical_means
 from llmaas_plugins.flash_weights.packed import streamable
 from llmaas_plugins.model.gguf_header import read_header
 
-__all__ = ["ChannelBytes", "Metadata", "ModelSizes", "metadata_of", "sizes_of"]
+__all__ = ["CELL_BYTES", "ChannelBytes", "Metadata", "ModelSizes", "metadata_of", "sizes_of"]
 
-_CELL_BYTES = 2
+CELL_BYTES = 4.0
+"""Bytes of a cell's key value and value value together; each has 16 bits by default."""
+_CELLS = 256
+"""llama.cpp rounds a context up to a multiple of these cells."""
 _BATCH = 512
 """Tokens per batch that llama.cpp's buffers are sized for, unless the context is shorter."""
 _LLAMA_BYTES, _TOKEN_BYTES = 8 << 20, 400
 """Measured bytes of a ``Llama`` beside weights, cells and buffers: fixed, and per known token."""
+_INPUT_BYTES = 64
+"""Bytes of a token's inputs in compute buffers: positions, cells, choices of experts."""
+_WIDE = (GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
-_KEYS = re.compile(r"blk\.\d+\.attn_[kv]\.weight")
+_KEYS = re.compile(r"blk\.\d+\.(attn_[kv]|attn_kv_a_mqa|indexer\.attn_k)\.weight")
 _MERGED = re.compile(r"blk\.\d+\.attn_qkv\.weight")
 
 
@@ -41,10 +49,16 @@ class Metadata(NamedTuple):
     Attributes:
         n_heads: Number of attention heads; the maximum over the layers.
         expert_share: Share of a mixture's experts that a token uses; 1 without experts.
+        n_used: Number of a mixture's experts that a token uses; 1 without experts.
+        has_window: Whether some layers see a window of the context only.
+        n_state: Length of the states of recurrent layers; 0 without such layers.
     """
 
     n_heads: int
     expert_share: float
+    n_used: int = 1
+    has_window: bool = False
+    n_state: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,8 +104,9 @@ class ModelSizes:
         least_experts: Least memory for experts.
         resident: All other weights except embeddings, whose rows are read one by one.
         largest: Largest tensor, which llama.cpp reads as a whole when it loads the model.
-        kv: KV cache.
+        kv: KV cache, and the states of recurrent layers.
         buffers: llama.cpp's compute buffers for a batch.
+        work: ggml's copy of a product's operand in the type that the product is computed in.
         app: Other memory of a ``Llama``: its vocabulary, graphs, templates.
         channels: Activations with channels, in the sparse mode.
         dense: Matrices without channels, which the sparse mode treats as the exact mode does.
@@ -108,6 +123,7 @@ class ModelSizes:
     largest: int
     kv: int
     buffers: int
+    work: int
     app: int
     channels: tuple[ChannelBytes, ...]
     dense: int
@@ -139,28 +155,36 @@ def metadata_of(model: Path) -> Metadata:
             return int(found.max())
         return found if isinstance(found, int) else 0
 
-    n_experts = number("expert_count")
+    n_experts, n_used = number("expert_count"), number("expert_used_count")
     return Metadata(
         n_heads=number("attention.head_count"),
-        expert_share=number("expert_used_count") / n_experts if n_experts else 1.0,
+        expert_share=n_used / n_experts if n_experts else 1.0,
+        n_used=max(n_used, 1),
+        has_window=number("attention.sliding_window") > 0,
+        n_state=number("ssm.state_size"),
     )
 
 
-def sizes_of(
+def sizes_of(  # noqa: PLR0913 -- a file and the settings of a context
     tensors: Mapping[str, TensorInfo],
     metadata: Metadata,
     n_ctx: int,
     group_layers: int = 1,
     n_batch: int = _BATCH,
+    *,
+    cell_bytes: float = CELL_BYTES,
+    is_flash: bool = False,
 ) -> ModelSizes:
     """Return the memory needs of a model.
 
     Args:
         tensors: Tensors of the model.
         metadata: Metadata of the model.
-        n_ctx: Tokens of the context; a cell value has 16 bits.
+        n_ctx: Tokens of the context.
         group_layers: Layers whose channels are side by side in the channel file.
         n_batch: Most tokens that are computed together (``n_ubatch``).
+        cell_bytes: Bytes of one key value and one value value together.
+        is_flash: Whether attention is computed as flash attention.
     """
     streamed = streamable(tensors)
     keys = {key_of(operand) for operand in channel_operands(tensors)}
@@ -169,6 +193,8 @@ def sizes_of(
     experts = [info.n_bytes for name, info in streamed.items() if _EXPERTS.fullmatch(name)]
     with_channels = {piece.name for piece in pieces}
     n_streamed = sum(info.n_bytes for info in streamed.values())
+    n_cells = math.ceil(n_ctx / _CELLS) * _CELLS if _kv_values(tensors) else 0
+    n_attended = 0 if is_flash else metadata.n_heads * n_cells
     return ModelSizes(
         n_layers=len({name.split(".")[1] for name in tensors if name.startswith("blk.")}),
         streamed=n_streamed,
@@ -177,8 +203,9 @@ def sizes_of(
         least_experts=max(experts, default=0),
         resident=sum(info.n_bytes for info in tensors.values() if not info.is_matrix),
         largest=max((info.n_bytes for info in tensors.values()), default=0),
-        kv=n_ctx * _CELL_BYTES * _kv_values(tensors),
-        buffers=_buffers(tensors, metadata.n_heads, n_ctx, min(n_batch, n_ctx)),
+        kv=int(n_cells * cell_bytes / 2 * _kv_values(tensors)) + _state_bytes(tensors, metadata),
+        buffers=min(n_batch, n_ctx) * _buffer_bytes(tensors, metadata, n_attended, n_cells),
+        work=min(n_batch, n_ctx) * _work_bytes(tensors, metadata, n_attended),
         app=_LLAMA_BYTES + _TOKEN_BYTES * _embeddings(tensors)[1],
         channels=_channels(groups),
         dense=n_streamed - sum(experts) - sum(tensors[name].n_bytes for name in with_channels),
@@ -214,13 +241,49 @@ def _embeddings(tensors: Mapping[str, TensorInfo]) -> tuple[int, int]:
     return (info.shape[0], info.shape[1]) if info else (0, 0)
 
 
-def _buffers(tensors: Mapping[str, TensorInfo], n_heads: int, n_ctx: int, n_batch: int) -> int:
-    """Return the bytes of compute buffers, as measured.
+def _state_bytes(tensors: Mapping[str, TensorInfo], metadata: Metadata) -> int:
+    """Return the bytes of the states of recurrent layers, for one sequence."""
+    convolutions = [info.shape for name, info in tensors.items() if "ssm_conv1d.weight" in name]
+    outputs = [info.shape[0] for name, info in tensors.items() if "ssm_out.weight" in name]
+    values = sum((n_kernel - 1) * n for n_kernel, n, _ in convolutions)
+    return 4 * (values + metadata.n_state * sum(outputs))
 
-    The largest of attention, feed-forward block and logits decides.
+
+def _rows(tensors: Mapping[str, TensorInfo], part: str) -> int:
+    """Return the most rows of a matrix with ``part`` in its name."""
+    return max((info.shape[1] for name, info in tensors.items() if part in name), default=0)
+
+
+def _buffer_bytes(
+    tensors: Mapping[str, TensorInfo], metadata: Metadata, n_attended: int, n_cells: int
+) -> int:
+    """Return the bytes of compute buffers for each token of a batch, as measured.
+
+    The largest of attention, feed-forward block and logits decides; masks are beside them.
+
+    Args:
+        tensors: Tensors of the model.
+        metadata: Metadata of the model.
+        n_attended: Scores of attention that are in memory together; 0 with flash attention.
+        n_cells: Cells that a token may see.
     """
     width, n_vocab = _embeddings(tensors)
-    ups = [info.shape[1] for name, info in tensors.items() if ".ffn_up" in name]
-    attention, forward = n_heads * n_ctx + 6 * width, 3 * max(ups, default=0) + 4 * width
-    largest = max(attention, forward, n_vocab + 2 * width)
-    return 9 * n_batch * (n_ctx + largest) // 2  # 4 bytes per value, plus an eighth
+    masks = n_cells * (2 if metadata.has_window else 1)
+    attention = n_attended + 7 * width
+    if _rows(tensors, ".indexer."):  # scores of cells, their order, and another mask
+        attention += 5 * n_cells // 2 + 2 * width
+    forward = metadata.n_used * 3 * _rows(tensors, ".ffn_up") + (metadata.n_used + 3) * width
+    recurrent = 5 * _rows(tensors, ".ssm_in")
+    largest = max(attention, forward, recurrent, n_vocab + 2 * width)
+    return _INPUT_BYTES + (4 if n_attended else 2) * masks + 4 * largest
+
+
+def _work_bytes(tensors: Mapping[str, TensorInfo], metadata: Metadata, n_attended: int) -> int:
+    """Return the bytes of operands for each token of a batch: scores as F16, others as Q8 or F16.
+
+    The largest operand decides.
+    """
+    columns = max((info.shape[0] for info in tensors.values() if info.is_matrix), default=0)
+    widest = max(columns, metadata.n_used * _rows(tensors, "ffn_up"))
+    is_wide = any(info.type in _WIDE for info in tensors.values() if info.is_matrix)
+    return max(2 * n_attended, 2 * widest if is_wide else 5 * widest // 4)

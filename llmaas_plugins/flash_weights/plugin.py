@@ -8,9 +8,10 @@ import re
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llama_cpp import llama_cpp
@@ -58,10 +59,12 @@ class _Loading:
 
     Attributes:
         tensors: Tensors of the file.
+        metadata: Metadata of the file.
         process: Bytes of the process before loading, without streamed weights.
     """
 
     tensors: Mapping[str, TensorInfo]
+    metadata: Metadata
     process: int
 
 
@@ -89,8 +92,7 @@ class FlashWeights:
         self._residency = Residency(config.memory_budget, config.arena)
         self._left_alone: dict[str, str] = {}
         self._loads: dict[str, _Loading] = {}
-        self._opened: dict[int, ModelLoad | None] = {}
-        self._growth: dict[int, _Growth] = {}
+        self._growth: WeakKeyDictionary[ModelLoad, _Growth] = WeakKeyDictionary()
         self._answers = Answers()
         if config.mode != "sparse":  # the hook costs time per token
             self.llmaas_logits = None  # type: ignore[method-assign,assignment]
@@ -153,11 +155,11 @@ class FlashWeights:
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Remember the context's model file, and make room for the context."""
-        load = self._opened[create.model] = create.load
+        """Make room for a context of a streamed model."""
+        load = create.load
         if load is not None and load.is_claimed and load.path in self._loads:
             with self._advisory():
-                self._reserve(create, self._loads[load.path])
+                self._growth[load] = self._reserve(create, self._loads[load.path])
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
@@ -166,7 +168,7 @@ class FlashWeights:
         stats = weights.stats()
         if stats["bytes"] == 0:
             return
-        load = self._opened.get(context.model)
+        load = context.load
         path = "" if load is None else load.path
         is_sparse = self._config.mode == "sparse" and path in self._loads
         if load is not None and is_sparse and stats["operands"] == 0:  # first context of the model
@@ -183,7 +185,7 @@ class FlashWeights:
                 read_gap=self._config.read_gap,
             )
         with self._residency.lock, self._advisory():
-            growth = self._growth.pop(context.model, _Growth(0, 0))
+            growth = _Growth(0, 0) if load is None else self._growth.pop(load, _Growth(0, 0))
             beside = growth.process - growth.buffers - self._residency.others()
             self._residency.add(context, growth.buffers, max(beside, 0))
 
@@ -238,44 +240,46 @@ class FlashWeights:
             UnmetBudgetError: The memory cannot be released. The message gives the least budget
                 with the shortest context.
         """
-        residency, sizes = self._residency, sizes_of(tensors, Metadata(0, 1.0), _SHORTEST)
+        residency, metadata = self._residency, metadata_of(Path(path))
+        sizes = sizes_of(tensors, metadata, _SHORTEST)
         gc.collect()
         with residency.lock:
             release_memory()  # memory that checking the files took
             residency.look()
             process = residency.others()
-            self._loads[path] = _Loading(tensors, process)
+            self._loads[path] = _Loading(tensors, metadata, process)
             try:
                 residency.make_room(sizes.resident + sizes.app + sizes.largest)
             except UnmetBudgetError:
                 del self._loads[path]
-                found = sizes_of(tensors, metadata_of(Path(path)), _SHORTEST)
-                require(residency.budget, process, self._needed(found), _SHORTEST)
+                require(residency.budget, process, self._needed(sizes), _SHORTEST)
                 raise
 
-    def _reserve(self, create: ContextCreate, loading: _Loading) -> None:
-        """Make other contexts release memory for a new one.
+    def _reserve(self, create: ContextCreate, loading: _Loading) -> _Growth:
+        """Make other contexts release memory for a new one; return what it will need later.
 
         Raises:
             UnmetBudgetError: The memory cannot be released.
         """
         params, residency = create.params, self._residency
         n_ctx = int(params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
-        heads = Metadata(llama_cpp.llama_model_n_head(create.model), 1.0)
-        n_batch = int(params.n_ubatch) or int(params.n_batch)
-        sizes = sizes_of(loading.tensors, heads, n_ctx, n_batch=n_batch)
-        sizes = replace(sizes, kv=int(sizes.kv * _cell_bytes(params) / 4))
+        sizes = sizes_of(
+            loading.tensors,
+            loading.metadata,
+            n_ctx,
+            n_batch=int(params.n_ubatch) or int(params.n_batch),
+            cell_bytes=_cell_bytes(params),
+            is_flash=params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+        )
         with residency.lock:
             if create.model in residency:  # its weights already have their memory
-                residency.make_room(sizes.kv + sizes.buffers)
+                residency.make_room(sizes.kv + sizes.buffers + sizes.work)
             else:
                 require(residency.budget, loading.process, self._needed(sizes), n_ctx)
                 residency.make_room(sizes.kv)
-            own = sizes.kv + sizes.buffers + sizes.resident + sizes.app
+            own = sizes.kv + sizes.buffers + sizes.resident + sizes.app + sizes.work
             is_new = create.model not in residency
-            self._growth[create.model] = _Growth(
-                sizes.buffers, loading.process + own if is_new else 0
-            )
+            return _Growth(sizes.buffers, loading.process + own if is_new else 0)
 
     def _needed(self, sizes: ModelSizes) -> int:
         """Return the least bytes for one more model and the current ones."""

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmaas_plugins._native import KNN_MAX_BEST
+from llmaas_plugins._native import KNN_MAX_BEST, KNN_MAX_DIMS
+from llmaas_plugins.sizes import Count, Seconds
 
 __all__ = ["KnnLMConfig"]
 
@@ -27,10 +28,11 @@ class KnnLMConfig(BaseModel):
         description="Hidden states used as keys: the input of the last layer's feed-forward block, "
         "or the output of the final norm. An existing datastore keeps the kind it was built with.",
     )
-    size: int = Field(default=100_000, ge=1, description="Most pairs to select for searching.")
+    size: Count = Field(default=100_000, ge=1, description="Most pairs to select for searching.")
     dims: int = Field(
         default=128,
         ge=1,
+        le=KNN_MAX_DIMS,
         description="Dimensions in which keys are scanned: the principal components with the most "
         "variance; all of them if a key has no more. One byte a dimension and pair in RAM.",
     )
@@ -83,6 +85,6 @@ class KnnLMConfig(BaseModel):
         description="Learn the chats that wait in the store's `inbox` while the device is idle: "
         "chat exports that were put there, and chats that apps asked to remember.",
     )
-    idle_s: float = Field(
+    idle_s: Seconds = Field(
         default=10.0, gt=0, description="Seconds without a request after which the device is idle."
     )

@@ -127,6 +127,7 @@ class KnnLM:
         self._learner.context_freed(ctx)
         with self._lock:
             self._contexts.pop(ctx, None)
+            self._unsupported.pop(ctx, None)
             self._drop(ctx)
 
     @hookimpl

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import Engine, StoreError, forks
+from llmaas_hooks import Engine, ModelLoad, StoreError, forks
 from llmaas_plugins.kv_chunks.eligibility import why_unserved_cells
 from llmaas_plugins.kv_chunks.parking.sequences import SEQUENCES
-from llmaas_plugins.model.digest import changed_in_place
+from llmaas_plugins.model.digest import Digest, changed_in_place
 from llmaas_plugins.model.identity import cell_identity
 
 __all__ = ["ContextRecords", "alteration"]
@@ -19,22 +20,29 @@ _log = logging.getLogger("llmaas.kv_chunks")
 
 
 class ContextRecords:
-    """Records of the contexts that were made since the activation. Thread-safe."""
+    """Records of the open contexts that were made since the activation. Thread-safe.
+
+    Attributes:
+        digests: Digests of the contexts' models, kept as long as the models.
+    """
 
     def __init__(self) -> None:
         """Start without records."""
+        self.digests: WeakKeyDictionary[ModelLoad, Digest] = WeakKeyDictionary()
         self._lock = forks.lock()
         self._reasons: dict[int, str | None] = {}
         self._rotations_off: dict[int, bool] = {}
-        self._refused_models: dict[int, str] = {}
+        self._refused_models: WeakKeyDictionary[ModelLoad, str] = WeakKeyDictionary()
         self._with_spare: set[int] = set()
 
-    def add(self, ctx: int, model: int, reason: str | None, *, rotation_off: bool) -> str | None:
+    def add(
+        self, ctx: int, load: ModelLoad | None, reason: str | None, *, rotation_off: bool
+    ) -> str | None:
         """Record a new context.
 
         Args:
-            ctx: Address of the context. An earlier context may have had the same one.
-            model: Address of its model.
+            ctx: Address of the context.
+            load: How its model was opened; None if that was before the activation.
             reason: Why the context is not served, judging by its parameters, or None.
             rotation_off: Whether llama.cpp was told not to rotate the cells' values.
 
@@ -45,13 +53,19 @@ class ContextRecords:
         with self._lock:
             self._reasons[ctx] = found
             self._rotations_off[ctx] = rotation_off
-            self._with_spare.discard(ctx)
             if found is None and llama_cpp.llama_n_seq_max(ctx) > SEQUENCES:
                 self._with_spare.add(ctx)
-            if found is not None:
+            if found is not None and load is not None:
                 # the context may now be recreated without a check, at another address
-                self._refused_models[model] = found
+                self._refused_models[load] = found
         return found
+
+    def forget(self, ctx: int) -> None:
+        """Forget a context that is about to be freed."""
+        with self._lock:
+            self._reasons.pop(ctx, None)
+            self._rotations_off.pop(ctx, None)
+            self._with_spare.discard(ctx)
 
     def has_spare(self, ctx: int) -> bool:
         """Return whether a context has spare cells for parked contexts."""
@@ -64,8 +78,8 @@ class ContextRecords:
             if reason is not None:
                 return reason
             if engine.ctx not in self._reasons or engine.n_seq_max < SEQUENCES:
-                by_default = "its context was made before the activation"
-                return self._refused_models.get(engine.model, by_default)
+                refused = None if engine.load is None else self._refused_models.get(engine.load)
+                return refused or "its context was made before the activation"
             return None
 
     def identity(self, engine: Engine, wait_s: float) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from llmaas_hooks import (
     DecodeStep,
     Engine,
     KVRestored,
+    ModelLoad,
     NativeContext,
     Request,
     RequestStats,
@@ -48,7 +49,7 @@ from llmaas_plugins.kv_chunks.transfer.pipeline import Workers
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 from llmaas_plugins.kv_chunks.transfer.transfer import Transfer
 from llmaas_plugins.lazy import lazy
-from llmaas_plugins.model.digest import Digest, begin_digest, changed_in_place
+from llmaas_plugins.model.digest import begin_digest, changed_in_place
 from llmaas_plugins.model.identity import hashed, is_rotation_off
 
 __all__ = ["KVChunks"]
@@ -79,7 +80,6 @@ class KVChunks:
             weakref.WeakValueDictionary()
         )
         self._records = ContextRecords()
-        self._digests: dict[int, Digest] = {}
         self._natives: dict[int, NativeContext] = {}
         self._counters = PluginCounters()
         self._background_failures = FailureLog(_log)
@@ -92,20 +92,17 @@ class KVChunks:
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
         """Add the scratch sequence and spare cells to contexts that can be served."""
-        path = "a model" if create.load is None else create.load.path
         reason = why_unserved(create)
         if reason is None:
             try:
                 self._open()  # fail before the context exists
             except Exception:
-                create.checks.append(
-                    self._context_check(create.model, path, "its store is not open")
-                )
+                create.checks.append(self._context_check(create.load, "its store is not open"))
                 raise
             self._request_spare_cells(create)
             if create.load is not None:
-                self._digests[create.model] = begin_digest(create.load.files)  # needed soon
-        create.checks.append(self._context_check(create.model, path, reason))
+                self._records.digests[create.load] = begin_digest(create.load.files)  # needed soon
+        create.checks.append(self._context_check(create.load, reason))
 
     def _request_spare_cells(self, create: ContextCreate) -> None:
         """Ask for the scratch sequence, and for spare cells for parked contexts."""
@@ -116,7 +113,7 @@ class KVChunks:
         create.params.n_seq_max = PARKED_SEQUENCES.stop if n_spare else SEQUENCES
         create.params.kv_unified = True
 
-    def _context_check(self, model: int, path: str, reason: str | None) -> Callable[[int], bool]:
+    def _context_check(self, load: ModelLoad | None, reason: str | None) -> Callable[[int], bool]:
         """Return a check that records whether a new context is served.
 
         The check returns False if only the new context's cells show that it cannot be served.
@@ -124,11 +121,9 @@ class KVChunks:
         rotation_off = is_rotation_off()
 
         def made(ctx: int) -> bool:
-            found = self._records.add(ctx, model, reason, rotation_off=rotation_off)
-            with self._lock:
-                self._transfers_by_ctx.pop(ctx, None)  # an earlier context had this address
+            found = self._records.add(ctx, load, reason, rotation_off=rotation_off)
             if found is not None:
-                self._log_refusal(path, found)
+                self._log_refusal("a model" if load is None else load.path, found)
             return found == reason
 
         return made
@@ -140,6 +135,13 @@ class KVChunks:
         if self._records.has_spare(context.ctx):
             context.cells().release()
             context.narrow_attention = True  # skips the cells of parked contexts
+
+    @hookimpl
+    def llmaas_context_free(self, ctx: int) -> None:
+        """Forget a context, because another one may get its address."""
+        self._natives.pop(ctx, None)
+        self._transfers_by_ctx.pop(ctx, None)
+        self._records.forget(ctx)
 
     @hookimpl
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:

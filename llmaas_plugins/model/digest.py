@@ -3,6 +3,11 @@
 Several threads hash pieces of a file, and the results are combined as a tree; this is about as fast
 as a disk reads. A digest is cached by the file's state, in memory and on disk. A file whose state
 changed since loading is never hashed in place of the loaded one.
+
+Metadata below ``llmaas.elastic`` does not count: it holds the widths of a prepared file's levels,
+which change nothing that the whole model computes. So a file that gets a better table of widths
+stays the same model. The adapters of levels do not count either, which may follow the tensors; the
+field ``CONTENT`` says where they begin. All other bytes count.
 """
 
 from __future__ import annotations
@@ -21,13 +26,32 @@ from pathlib import Path
 from llmaas_hooks import FileStamp, LlmaasError, ModelFile, StoreError
 from llmaas_plugins.files import digest_cache
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
-from llmaas_plugins.model.gguf_header import read_header
+from llmaas_plugins.model.gguf_header import GGUFHeader, header_of, read_header
 
-__all__ = ["Digest", "begin_digest", "changed_in_place", "file_digest", "files_now"]
+__all__ = [
+    "CONTENT",
+    "UNCOUNTED",
+    "Digest",
+    "begin_digest",
+    "changed_in_place",
+    "content_end",
+    "file_digest",
+    "files_now",
+]
+
+UNCOUNTED = "llmaas.elastic"
+"""Field that does not count for the digest, nor do those whose names continue it with a dot."""
+
+CONTENT = f"{UNCOUNTED}.content_bytes"
+"""Field with the number of bytes behind the header that count: an array of one integer. It is
+ignored if tensors would not count.
+"""
 
 _PIECE_BYTES = 4 << 20
 _READ_BYTES = 256 << 10
 """Bytes of a piece in memory at a time, few because contexts may run under a memory budget."""
+_N_FIELDS_AT = 16
+"""Offset of a header's number of fields, after the magic, the version and the tensors' number."""
 _MOST_THREADS = 4
 _MOST_KNOWN = 64
 _SETTLED_NS = 2_000_000_000
@@ -135,6 +159,16 @@ def files_now(path: str | os.PathLike[str]) -> tuple[ModelFile, ...]:
     return tuple(ModelFile(each, FileStamp.at(each)) for each in names)
 
 
+def content_end(header: GGUFHeader) -> int:
+    """Return where the bytes of a file that count for its digest end."""
+    n_bytes = header.whole_number(CONTENT)
+    if n_bytes is None:
+        return header.n_bytes
+    end = header.data_at + n_bytes
+    last = max((one.at + one.n_bytes for one in header.tensors.values()), default=header.data_at)
+    return end if last <= end <= header.n_bytes else header.n_bytes
+
+
 def changed_in_place(files: Sequence[ModelFile]) -> bool:
     """Return whether a loaded file was written to since, so that even mapped weights changed.
 
@@ -198,15 +232,55 @@ def _file_root(file: ModelFile) -> bytes:
 def _read_root(path: str, stamp: FileStamp) -> bytes:
     fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
     try:
-        leaves = _leaves(fd, stamp.n_bytes) if _is_still(os.fstat(fd), stamp) else None
-        if leaves is None or not _is_still(os.fstat(fd), stamp):
+        is_still = _is_still(os.fstat(fd), stamp)
+        root = _root(fd, stamp.n_bytes) if is_still else None
+        if root is None or not _is_still(os.fstat(fd), stamp):
             raise StoreError(
                 f"cannot tell which model {path} is: the file was replaced or changed after it was "
                 "loaded. Load it again."
             )
     finally:
         os.close(fd)
-    return _hash(b"llmaas-file", stamp.n_bytes.to_bytes(8, "little") + b"".join(leaves))
+    return root
+
+
+def _root(fd: int, n_bytes: int) -> bytes | None:
+    """Return the digest of an open file, or None if the file is shorter than it was."""
+    prepared = _counted_header(fd)
+    if prepared is None:
+        leaves = _leaves(fd, n_bytes)
+        return None if leaves is None else _tree(b"llmaas-file", n_bytes, leaves)
+    head, start, end = prepared
+    leaves = _leaves(fd, end, start)
+    if leaves is None:
+        return None
+    return _tree(b"llmaas-prepared", end - start, [_hash(b"llmaas-header", head), *leaves])
+
+
+def _counted_header(fd: int) -> tuple[bytes, int, int] | None:
+    """Return the bytes of a header that count, and the start and end of the other bytes that do.
+
+    Return None if all bytes of the file count.
+    """
+    found = header_of(fd)
+    if found is None or not any(map(_is_uncounted, found[0].spans)):
+        return None
+    header, content = found
+    fields = [
+        content[first:last] for key, (first, last) in header.spans.items() if not _is_uncounted(key)
+    ]
+    infos, padding = content[header.infos_at : header.infos_end], content[header.infos_end :]
+    count = len(fields).to_bytes(8, "little")
+    parts = content[:_N_FIELDS_AT], count, *fields, infos, padding.rstrip(b"\0")
+    return b"".join(parts), header.data_at, content_end(header)
+
+
+def _is_uncounted(key: str) -> bool:
+    return key == UNCOUNTED or key.startswith(f"{UNCOUNTED}.")
+
+
+def _tree(what: bytes, n_bytes: int, leaves: Sequence[bytes]) -> bytes:
+    return _hash(what, n_bytes.to_bytes(8, "little") + b"".join(leaves))
 
 
 def _is_still(status: os.stat_result, stamp: FileStamp) -> bool:
@@ -216,16 +290,20 @@ def _is_still(status: os.stat_result, stamp: FileStamp) -> bool:
     return now == stamp
 
 
-def _leaves(fd: int, n_bytes: int) -> list[bytes] | None:
-    """Return the digest of each piece of a file, or None if the file is shorter than it was."""
-    n = -(-n_bytes // _PIECE_BYTES)
+def _leaves(fd: int, n_bytes: int, start: int = 0) -> list[bytes] | None:
+    """Return the digest of each piece of a file from ``start`` on.
+
+    Return None if the file is shorter than it was.
+    """
+    n = -(-(n_bytes - start) // _PIECE_BYTES)
     leaves, numbers, failed = [b""] * n, itertools.count(), list[OSError | None]()
 
     def work() -> None:
         room = memoryview(bytearray(min(_READ_BYTES, n_bytes)))
         try:
             while not failed and (i := next(numbers)) < n:
-                leaf = _leaf(fd, i * _PIECE_BYTES, min((i + 1) * _PIECE_BYTES, n_bytes), room)
+                begin = start + i * _PIECE_BYTES
+                leaf = _leaf(fd, begin, min(begin + _PIECE_BYTES, n_bytes), room)
                 if leaf is None:
                     failed.append(None)
                 else:

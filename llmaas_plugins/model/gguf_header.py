@@ -29,6 +29,7 @@ __all__ = [
     "GGUFTensor",
     "Value",
     "entry",
+    "header_of",
     "parse_header",
     "read_header",
     "tensor_entry",
@@ -144,6 +145,23 @@ def read_header(path: Path) -> GGUFHeader:
         StoreError: The file cannot be read.
     """
     return _read(path, _Cursor.header)
+
+
+def header_of(fd: int) -> tuple[GGUFHeader, bytes] | None:
+    """Read the header of an open file; return it with the file's bytes before the tensors' bytes.
+
+    Return None if the file is no GGUF file of this processor's byte order, or is damaged.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    try:
+        with os.fdopen(os.dup(fd), "rb") as file:
+            header = _parsed(file, os.fstat(fd), _Cursor.header)
+            file.seek(0)
+            return header, file.read(header.data_at)
+    except (ValueError, struct.error):
+        return None
 
 
 def tensor_names(path: Path) -> frozenset[str]:

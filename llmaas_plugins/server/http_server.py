@@ -7,8 +7,9 @@ import contextvars
 import json
 import logging
 import socket
+import ssl
 import struct
-from asyncio import TimerHandle, Transport
+from asyncio import Protocol, TimerHandle, Transport
 from typing import Any
 
 import h11
@@ -18,7 +19,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.api_keys import ApiKeys
+from llmaas_plugins.server.connection_limit import make_room
 from llmaas_plugins.server.exchange import header
+from llmaas_plugins.server.handshake import Handshake
 from llmaas_plugins.server.refusal import error_body
 
 __all__ = ["Connection", "Server"]
@@ -54,10 +57,7 @@ class Connection(H11Protocol):
         is_tls = transport.get_extra_info("sslcontext") is not None
         transport.set_write_buffer_limits(1 if is_tls else 0, 0)
         self._watch_request()
-        connections = [found for found in self.connections if not found.is_dropped]
-        if len(connections) > self._limits.max_connections:
-            idle = [found for found in connections if found is not self and found.may_go()]
-            min(idle, key=Connection._rank, default=self).drop()
+        make_room(self.connections, self, self._limits.max_connections)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadlines of a closed connection."""
@@ -112,7 +112,8 @@ class Connection(H11Protocol):
         """Return whether the connection can be dropped for a new one."""
         return not self._is_known or self._is_request_incomplete()
 
-    def _rank(self) -> tuple[bool, float]:
+    def rank(self) -> tuple[bool, float]:
+        """Return the order of dropping: without a key first, then the longest wait."""
         return self._is_known, self._since
 
     def drop(self) -> None:
@@ -147,18 +148,44 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: Any, admission: Admission, keys: ApiKeys, limits: ServiceConfig, **options: Any
+        self,
+        app: Any,
+        admission: Admission,
+        keys: ApiKeys,
+        limits: ServiceConfig,
+        *,
+        tls: ssl.SSLContext | None = None,
+        **options: Any,
     ) -> None:
-        """Serve ``app``, whose calls ``admission`` admits; ``options`` are ``uvicorn.Config``'s."""
+        """Serve an app.
+
+        Args:
+            app: ASGI app.
+            admission: Admission of the app's calls.
+            keys: Keys that connections may show.
+            limits: Limits of connections.
+            tls: Certificate for HTTPS; None serves HTTP.
+            **options: Further arguments of ``uvicorn.Config``.
+        """
+
+        def connection(*args: Any, **kwargs: Any) -> Protocol:
+            def make() -> Connection:
+                return Connection(*args, limits=limits, keys=keys, **kwargs)
+
+            if tls is None:
+                return make()
+            return Handshake(tls, limits, self.server_state.connections, make)
+
         super().__init__(
             uvicorn.Config(
                 app,
-                http=lambda *args, **kwargs: Connection(*args, limits=limits, keys=keys, **kwargs),
+                http=connection,
                 ws="none",
                 timeout_graceful_shutdown=_LAST_BYTES_S,
                 **options,
             )
         )
+        self._is_tls = tls is not None
         self._admission = admission
         self._grace_s = limits.shutdown_grace_s
         self._n_signals = 0
@@ -167,7 +194,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and log the addresses once they can be reached."""
         await super().startup(sockets)
-        places = ", ".join(_address(found, is_tls=self.config.is_ssl) for found in sockets or ())
+        places = ", ".join(_address(found, is_tls=self._is_tls) for found in sockets or ())
         logging.getLogger("uvicorn.error").info("Listening on %s", places)
 
     def handle_exit(self, *_: object) -> None:

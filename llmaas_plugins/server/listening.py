@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llmaas_hooks import ConfigError
 
-__all__ = ["check_certificate", "listening_on", "listening_on_port"]
+__all__ = ["listening_on", "listening_on_port", "tls_context"]
 
 _BACKLOG = 128
 _PORTS = range(1 << 16)
@@ -135,17 +135,19 @@ def _make_free(path: Path) -> None:
     raise ConfigError(f"another service listens on {path}. Stop it, or choose another path.")
 
 
-def check_certificate(key: str | None, certificate: str | None) -> None:
-    """Check that HTTPS can be served with this key and certificate, if they are given.
+def tls_context(key: str | None, certificate: str | None) -> ssl.SSLContext | None:
+    """Return the TLS settings for this key and certificate, or None if neither is given.
 
     Raises:
         ConfigError: The files cannot be used.
     """
     if key is None and certificate is None:
-        return
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate or "", key)
+        context.load_cert_chain(certificate or "", key)
     except OSError as error:
         raise ConfigError(
             f"cannot use --ssl_certfile {certificate} with --ssl_keyfile {key}: {error}"
         ) from error
+    return context

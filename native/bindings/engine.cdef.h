@@ -48,6 +48,13 @@ int llmaas_weights_set_part(
     llmaas_weights * weights, const char * name, const int64_t * extents, uint32_t n_levels);
 int llmaas_weights_claim_biases(
     llmaas_weights * weights, const char * name, const float * biases, uint32_t n_levels, uint32_t n_rows);
+typedef struct llmaas_adapter {
+    uint32_t rank, n_columns, n_rows;
+    const uint8_t * a;
+    const uint8_t * b;
+} llmaas_adapter;
+int llmaas_weights_claim_adapters(
+    llmaas_weights * weights, const char * name, const llmaas_adapter * adapters, uint32_t n_levels);
 int llmaas_weights_claim_tiles(llmaas_weights * weights, const char * name);
 int llmaas_weights_claim_file(llmaas_weights * weights, const char * name, const char * path, uint64_t offset, bool is_packed);
 int llmaas_weights_claim_rows(llmaas_weights * weights, const char * name, const char * path, uint64_t offset);

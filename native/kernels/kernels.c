@@ -24,6 +24,8 @@
         /* .logits_max    = */ llmaas_logits_max_##isa,                                                                  \
         /* .logits_sum    = */ llmaas_logits_sum_##isa,                                                                  \
         /* .active_tile   = */ llmaas_active_tile_##products,                                                            \
+        /* .rank_reduce   = */ llmaas_rank_reduce_##isa,                                                                 \
+        /* .rank_expand   = */ llmaas_rank_expand_##isa,                                                                 \
     }
 
 /* Best first. */

@@ -99,6 +99,12 @@ typedef struct llmaas_kernels {
      * × (scales × sum - mins × sum of values)) + ...), each step rounded, blocks in ascending order. */
     void (*active_tile)(const llmaas_active * active, uint32_t n_bits, const uint8_t * const * columns, size_t offset,
                         const uint16_t * scales, const uint16_t * mins, size_t n_scales, size_t n_chunks, float * y);
+
+    /* Compute llmaas_low_rank_reduce or llmaas_low_rank_expand for whole blocks. Values are rounded integer × scale;
+     * products are added with fused multiply-adds. A sum over columns has 16 partial sums that are added in pairs; a sum
+     * over the rank is added to y in ascending order. */
+    void (*rank_reduce)(const uint8_t * a, size_t rank, size_t n_blocks, const float * const * x, size_t n_vectors, float * u);
+    void (*rank_expand)(const uint8_t * b, size_t rank, size_t n_blocks, const float * u, size_t n_vectors, float * const * y);
 } llmaas_kernels;
 
 const llmaas_kernels * llmaas_k(void);
@@ -117,7 +123,9 @@ const llmaas_kernels * llmaas_k(void);
     float llmaas_logits_max_##isa(const float *, size_t, int *);                                                          \
     double llmaas_logits_sum_##isa(const float *, size_t, float);                                                         \
     void llmaas_active_tile_##isa(const llmaas_active *, uint32_t, const uint8_t * const *, size_t, const uint16_t *,      \
-                                  const uint16_t *, size_t, size_t, float *)
+                                  const uint16_t *, size_t, size_t, float *);                                             \
+    void llmaas_rank_reduce_##isa(const uint8_t *, size_t, size_t, const float * const *, size_t, float *);               \
+    void llmaas_rank_expand_##isa(const uint8_t *, size_t, size_t, const float *, size_t, float * const *)
 
 LLMAAS_DECLARE_KERNELS(generic);
 LLMAAS_DECLARE_KERNELS(avx2);

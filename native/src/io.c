@@ -277,17 +277,22 @@ static void pass_held(llmaas_io * io) {
     }
 }
 
+/* Return a status for a read that was not started. The read is done and has failed, for callers that only wait. */
+static llmaas_status not_started(llmaas_io_read * read, int32_t error, llmaas_status status) {
+    read->error   = error;
+    read->is_done = true;
+    return status;
+}
+
 llmaas_status llmaas_io_start(llmaas_io * io, llmaas_io_read * read) {
     const uint32_t room = read->is_ahead ? llmaas_io_room_ahead(io) : llmaas_io_room(io);
     if (room == 0 || !(read->buffer || read->vector) || read->n_bytes == 0 || read->n_needed > read->n_bytes ||
         read->offset > INT64_MAX - UINT32_MAX) {
-        return LLMAAS_EINVAL;
+        return not_started(read, EINVAL, LLMAAS_EINVAL);
     }
     if (!own_backend(io)) {
         fail_all(io);
-        read->error   = ENOMEM;
-        read->is_done = true;
-        return LLMAAS_ESPACE;
+        return not_started(read, ENOMEM, LLMAAS_ESPACE);
     }
     read->error   = 0;
     read->is_done = false;

@@ -1,6 +1,8 @@
 /* Models: claims, loading and unloading. */
 #include "engine_life.h"
 
+#include "llmaas/low_rank.h"
+
 static const int claim_kinds[] = {
     NOTHING, PART, TILES, TILES | PART, FROM_FILE, FROM_FILE | PART, FROM_FILE | CHANNELS};
 enum { N_CLAIMS = sizeof claim_kinds / sizeof *claim_kinds };
@@ -31,6 +33,20 @@ static void claim_biases(model * m, const llmaas_tensor_info * info) {
     free(biases);
 }
 
+/* Claim adapters, but none at level 0, where results are compared. */
+static void claim_adapters(model * m, const llmaas_tensor_info * info) {
+    const uint32_t rank = 1 + rnd_below(5), n_columns = 64, n_rows = 64;
+    uint8_t *      a = exact(llmaas_low_rank_bytes(rank, n_columns)), * b = exact(llmaas_low_rank_bytes(rank, n_rows));
+    memset(a, 1, llmaas_low_rank_bytes(rank, n_columns)); /* scales are subnormal */
+    memset(b, 1, llmaas_low_rank_bytes(rank, n_rows));
+    const llmaas_adapter adapters[] = {{0}, {rank, n_columns, n_rows, a, b}};
+    CHECK(llmaas_weights_claim_adapters(m->weights, info->name, adapters, 0) == LLMAAS_EINVAL);
+    CHECK(llmaas_weights_claim_adapters(m->weights, info->name, adapters, 2) == LLMAAS_OK);
+    CHECK(llmaas_weights_claim_adapters(m->weights, info->name, adapters, 2) == LLMAAS_EINVAL);
+    free(a);
+    free(b);
+}
+
 static void claim_part(model * m, const llmaas_tensor_info * info) {
     static const int64_t extents[] = {LLMAAS_ALL, 128, 64}, wrong[] = {0, -2};
     const bool           is_input  = strstr(info->name, "down") || strstr(info->name, "attn_output");
@@ -41,6 +57,9 @@ static void claim_part(model * m, const llmaas_tensor_info * info) {
     CHECK(llmaas_weights_claim_part(m->weights, info->name, axis, extents, 3) == LLMAAS_EINVAL);
     if (is_input && info->ne[2] == 1 && one_in(2)) {
         claim_biases(m, info);
+    }
+    if (info->ne[2] == 1 && one_in(2)) {
+        claim_adapters(m, info);
     }
     strcpy(m->parts[m->n_parts++], info->name);
 }

@@ -39,21 +39,36 @@ static uint8_t * weight_bytes(const struct ggml_tensor * tensor) {
     return bytes;
 }
 
-/* Claim a feed-forward weight; the file holds all of them, one after another. */
-static void claim(model * m, const struct ggml_tensor * tensor, bool is_input, int fd, uint64_t * offset) {
+/* Claim a feed-forward weight. */
+static void claim(model * m, const struct ggml_tensor * tensor, bool is_input) {
     static const int64_t extents[] = {LLMAAS_ALL, 96, 64, 32};
     const llmaas_axis    axis      = is_input ? LLMAAS_COLUMNS : LLMAAS_ROWS;
     CHECK(llmaas_weights_claim_part(m->weights, tensor->name, axis, extents, 4) == LLMAAS_OK);
     if (m->kind == TILED) {
         CHECK(llmaas_weights_claim_tiles(m->weights, tensor->name) == LLMAAS_OK);
     }
-    if (m->kind == ON_DISK) {
-        uint8_t * bytes = weight_bytes(tensor);
-        CHECK(write(fd, bytes, ggml_nbytes(tensor)) == (ssize_t) ggml_nbytes(tensor));
-        CHECK(llmaas_weights_claim_file(m->weights, tensor->name, m->path, *offset, false) == LLMAAS_OK);
-        *offset += ggml_nbytes(tensor);
+}
+
+/* Write the feed-forward weights to a file, one after another, and claim them there. Claims come after the last write,
+ * because a file that changes after its first claim is refused. */
+static void claim_file(model * m) {
+    uint64_t  offsets[N_LAYER * N_KINDS], offset = 0;
+    int       n  = 0;
+    const int fd = mkstemp(m->path);
+    CHECK(fd >= 0);
+    for (struct ggml_tensor * t = ggml_get_first_tensor(m->special_ctx); t; t = ggml_get_next_tensor(m->special_ctx, t)) {
+        uint8_t * bytes = weight_bytes(t);
+        CHECK(write(fd, bytes, ggml_nbytes(t)) == (ssize_t) ggml_nbytes(t));
         free(bytes);
+        offsets[n++] = offset;
+        offset += ggml_nbytes(t);
     }
+    CHECK(close(fd) == 0);
+    n = 0;
+    for (struct ggml_tensor * t = ggml_get_first_tensor(m->special_ctx); t; t = ggml_get_next_tensor(m->special_ctx, t)) {
+        CHECK(llmaas_weights_claim_file(m->weights, t->name, m->path, offsets[n++], false) == LLMAAS_OK);
+    }
+    CHECK(unlink(m->path) == 0);
 }
 
 /* Claim half of the heads, and fewer than a group of them; the weights stay in place. */
@@ -62,7 +77,7 @@ static void claim_heads(model * m, const struct ggml_tensor * tensor, llmaas_axi
     CHECK(llmaas_weights_claim_part(m->weights, tensor->name, axis, extents, 3) == LLMAAS_OK);
 }
 
-static void add_layer(model * m, int layer, int fd, uint64_t * offset) {
+static void add_layer(model * m, int layer) {
     for (int kind = 0; kind < N_KINDS; ++kind) {
         const bool            is_norm = shapes[kind].n_rows == 1;
         struct ggml_context * ctx     = kind >= GATE ? m->special_ctx : m->plain_ctx;
@@ -71,7 +86,7 @@ static void add_layer(model * m, int layer, int fd, uint64_t * offset) {
         ggml_format_name(tensor, "blk.%d.%s.weight", layer, shapes[kind].name);
         m->tensors[layer][kind] = tensor;
         if (kind >= GATE) {
-            claim(m, tensor, kind == DOWN, fd, offset);
+            claim(m, tensor, kind == DOWN);
         } else if (kind == Q || kind == OUT) {
             claim_heads(m, tensor, kind == Q ? LLMAAS_ROWS : LLMAAS_COLUMNS);
         }
@@ -96,16 +111,16 @@ static ggml_backend_buffer_type_t special_type(model_kind kind) {
 }
 
 void load_model(model * m, model_kind kind) {
-    uint64_t offset = 0;
-    *m              = (model){.kind = kind, .weights = llmaas_weights_new(), .path = "/tmp/engine_threads.XXXXXX"};
-    const int fd    = mkstemp(m->path);
-    CHECK(fd >= 0 && m->weights);
+    *m = (model){.kind = kind, .weights = llmaas_weights_new(), .path = "/tmp/engine_threads.XXXXXX"};
+    CHECK(m->weights);
     m->plain_ctx   = new_context(N_LAYER * N_KINDS + 2);
     m->special_ctx = new_context(N_LAYER * N_KINDS);
     for (int layer = 0; layer < N_LAYER; ++layer) {
-        add_layer(m, layer, fd, &offset);
+        add_layer(m, layer);
     }
-    CHECK(close(fd) == 0 && unlink(m->path) == 0);
+    if (kind == ON_DISK) {
+        claim_file(m);
+    }
     m->norm   = ggml_set_name(ggml_new_tensor_2d(m->plain_ctx, GGML_TYPE_F32, D, 1), "output_norm.weight");
     m->output = ggml_set_name(ggml_new_tensor_2d(m->plain_ctx, GGML_TYPE_Q4_0, D, N_OUT), "output.weight");
     llmaas_load_begin(m->weights);

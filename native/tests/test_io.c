@@ -260,6 +260,8 @@ static void check_refusals(context * c) {
     llmaas_io_read * const bad[] = {&empty, &more, &nowhere, &far};
     for (int i = 0; i < 4; ++i) {
         CHECK(llmaas_io_start(c->io, bad[i]) == LLMAAS_EINVAL);
+        llmaas_io_wait(c->io, bad[i]);
+        CHECK(bad[i]->is_done && bad[i]->error == EINVAL); /* nobody takes its buffer for what was read */
     }
     CHECK(llmaas_io_room(c->io) == DEPTH);
     llmaas_io * io = NULL;

@@ -119,7 +119,28 @@ static void test_experts_always_get_slots_unless_all_are_held(void) {
     llmaas_slots_free(slots);
 }
 
+static void test_experts_that_were_not_read(void) {
+    llmaas_slots * slots = slots_new(3);
+    char *         base  = llmaas_slots_base(slots);
+    CHECK(replaced(slots, 0, 1, 1) == N && replaced(slots, 1, 1, 1) == N);
+    llmaas_slots_drop(slots, &channels[0]);
+    CHECK(channels[0].slot < 0 && channels[1].slot == 1);
+    CHECK(replaced(slots, 2, 2, 2) == N && replaced(slots, 3, 2, 2) == N && replaced(slots, 4, 2, 2) == 1);
+    memset(base, 'a', 3 * BYTES);
+    llmaas_slots_blank(slots);
+    CHECK(channels[2].slot < 0 && channels[3].slot < 0 && channels[4].slot < 0);
+    CHECK(base[0] == 0 && base[BYTES - 1] == 0 && base[BYTES] == 'a');
+    llmaas_slots_free(slots);
+    slots = slots_new(3);
+    CHECK(llmaas_slots_base(slots));
+    llmaas_slots_blank(slots);
+    CHECK(llmaas_slots_kept(slots) == BYTES); /* it holds memory now */
+    CHECK(replaced(slots, 0, 1, 1) == N && replaced(slots, 1, 1, 1) == N && replaced(slots, 2, 1, 1) == N);
+    llmaas_slots_free(slots);
+}
+
 int main(void) {
+    test_experts_that_were_not_read();
     test_experts_always_get_slots_unless_all_are_held();
     test_the_least_used_goes();
     test_nobody_goes_who_is_used_now();

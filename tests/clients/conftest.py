@@ -11,6 +11,12 @@ from llama_cpp import Llama
 from llmaas_plugins import activate
 
 
+@pytest.fixture(scope="session")
+def reference_model(light_model):
+    """Return a light model: apps must get the same from both runs, whatever it is."""
+    return light_model
+
+
 @pytest.fixture
 def subjects():
     """Return two users' first messages, each longer than a chunk and so worth keeping."""

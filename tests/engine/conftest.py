@@ -10,9 +10,9 @@ import pytest
 from batches import CONTEXT
 from channel_claims import calibrated
 from claiming import Claimer, created, loaded, native
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFReader
 
-from llmaas_eval.families import write_family, write_lora
+from llmaas_eval.families import FAMILIES, Family, write_family, write_lora
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.channels import open_channels, write_channels
 from llmaas_plugins.model.quantize import quantize
@@ -83,3 +83,21 @@ def channels(reference_model, tmp_path_factory):
         return open_channels(path, reference_model, tensors)
 
     return find
+
+
+class Biased(Family):
+    """Family with biases after the blocks' outputs, drawn after all other tensors."""
+
+    def tensors(self):
+        names = [f"blk.{i}.{name}.bias" for i in (0, 1) for name in ("attn_output", "ffn_down")]
+        return {**super().tensors(), **dict.fromkeys(names, (256,))}
+
+
+@pytest.fixture
+def biased(monkeypatch, tmp_path):
+    """Return the llama family's file with biases in it, and the biases by their weights' names."""
+    monkeypatch.setitem(FAMILIES, "biased", Biased("llama", FAMILIES["llama"].layers))
+    path = write_family("biased", tmp_path / "biased.gguf", weights=GGMLQuantizationType.F16)
+    vectors = {tensor.name: tensor.data.copy() for tensor in GGUFReader(path).tensors}
+    biases = {name: data for name, data in vectors.items() if name.endswith(".bias")}
+    return path, {name.replace("bias", "weight"): data for name, data in biases.items()}

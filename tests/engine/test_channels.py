@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import shutil
 
 import llama_cpp
@@ -53,6 +54,19 @@ def q4_k_m(reference_model, tmp_path_factory):
     return path, open_channels(file, path, tensors)
 
 
+@pytest.fixture(scope="module")
+def masked(reference_model):
+    """Return a function to the independent model's logits by how its activations are masked."""
+    model = MaskedLlama(reference_model)
+    return functools.cache(lambda how, amount: model.logits(TOKENS, how(amount)))
+
+
+@pytest.fixture(scope="module")
+def sparse_logits(reference_model, channels):
+    """Return a function to the logits with a share of the channels."""
+    return functools.cache(lambda share: sparse(reference_model, channels(1), share=share))
+
+
 def largest(share):
     """Return a mask function that keeps the largest values of each activation."""
 
@@ -66,11 +80,15 @@ def largest(share):
     return masked
 
 
+def from_a_threshold_on(threshold):
+    """Return a mask function that keeps the values of this magnitude or a larger one."""
+    return lambda _layer, _family, x: np.where(np.abs(x) >= threshold, x, 0)
+
+
 @pytest.mark.parametrize("share", [1, 0.7, 0.5])
-def test_the_largest_values_are_what_an_independent_model_masks(reference_model, channels, share):
-    model = MaskedLlama(reference_model)
-    dense, expected = (model.logits(TOKENS, largest(of)) for of in (1, share))
-    found = sparse(reference_model, channels(1), share=share)
+def test_the_largest_values_are_what_an_independent_model_masks(masked, sparse_logits, share):
+    dense, expected = masked(largest, 1), masked(largest, share)
+    found = sparse_logits(share)
     assert divergence(expected, found) < 0.03
     assert share == 1 or divergence(dense, found) > 5 * divergence(expected, found)
 
@@ -94,17 +112,15 @@ def test_four_bits_stay_four_bits(q4_k_m):
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3])
-def test_values_from_a_threshold_on(reference_model, channels, threshold):
-    model = MaskedLlama(reference_model)
-    dense = model.logits(TOKENS, lambda _layer, _family, x: x)
-    expected = model.logits(TOKENS, lambda _l, _f, x: np.where(np.abs(x) >= threshold, x, 0))
+def test_values_from_a_threshold_on(reference_model, channels, masked, threshold):
+    dense, expected = masked(largest, 1), masked(from_a_threshold_on, threshold)
     found = sparse(reference_model, channels(1), threshold=threshold)
     assert divergence(expected, found) < 0.03
     assert divergence(dense, found) > 3 * divergence(expected, found)
 
 
-def test_several_threads_make_no_difference(reference_model, channels):
-    expected = sparse(reference_model, channels(1), share=0.5)
+def test_several_threads_make_no_difference(reference_model, channels, sparse_logits):
+    expected = sparse_logits(0.5)
     plugin = Claimer(claim_all(reference_model))
     with (
         native(plugin=plugin),

@@ -49,7 +49,7 @@ def test_a_token_costs_a_read_of_its_own_row(model):
 
 
 def test_no_memory_is_held_for_them(tmp_path):
-    shape = Shape(n_layer=1, n_embd=4096, n_head=32, n_head_kv=1, n_ff=256, n_ctx=512)
+    shape = Shape(n_layer=1, n_embd=2560, n_head=20, n_head_kv=1, n_ff=256, n_ctx=512)
     path = write_random_model(tmp_path / "model.gguf", shape, GGMLQuantizationType.F16)
     n_bytes = model_tensors(path)["token_embd.weight"].n_bytes
     with native(plugin=Claimer()), opened(path, load_mode=raw.LLAMA_LOAD_MODE_DIRECT_IO) as ctx:

@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 from claiming import (
+    OFF,
     Claimer,
     claimed,
     created,
@@ -30,7 +31,7 @@ from llmaas_hooks import ConfigError, PluginError, WeightClaim
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.packed import streamable
 
-SHAPE = Shape(n_layer=3, n_embd=512, n_head=8, n_head_kv=4, n_ff=9024, n_ctx=512)
+SHAPE = Shape(n_layer=2, n_embd=512, n_head=8, n_head_kv=4, n_ff=9024, n_ctx=512)
 """A shape whose wide matrices have two pieces each; the second piece is short."""
 ARENA = 8 << 20
 COMPUTING = 16 << 20
@@ -296,6 +297,33 @@ def test_what_batches_compute_in_makes_way_for_weights(model):
     assert untouched[2] == untouched[1] > untouched[3]
     assert n_bytes - n_given - (4 << 20) < kept[0] < n_bytes - n_given + (4 << 20)
     assert kept[2] > n_bytes - (4 << 20) > kept[3]
+
+
+def test_copies_of_attention_scores_make_way_too(tmp_path):
+    """Without flash attention, ggml copies the scores of a batch as F16."""
+    shape = Shape(n_layer=3, n_embd=256, n_head=16, n_head_kv=4, n_ff=9024, n_ctx=2048)
+    path = write_random_model(tmp_path / "model.gguf", shape, GGMLQuantizationType.Q8_0)
+    claim, n_bytes = claim_all(path)
+    plugin, batch = Claimer(claim), range(300, 556)
+    settings = {"n_ctx": 2048, "n_batch": 256, "n_ubatch": 256, "flash_attn_type": OFF}
+    with (
+        native(plugin=plugin),
+        loaded(path, use_extra_bufts=False) as llama,
+        created(llama, **settings) as ctx,
+    ):
+        (context,) = plugin.contexts
+        weights = context.file_weights()
+        step(ctx, batch, 0, n_outputs=1)
+        weights.set_memory(n_bytes, 0)
+        step(ctx, batch, 256, n_outputs=1)
+        step(ctx, batch, 512, n_outputs=1)
+        before = [context.untouched_bytes(), weights.stats()["kept_bytes"]]
+        for start in range(768, 2048, 256):
+            step(ctx, batch, start, n_outputs=1)
+        after = [context.untouched_bytes(), weights.stats()["kept_bytes"]]
+    touched, given = (a - b for a, b in zip(before, after, strict=True))
+    assert touched > 2 * shape.n_head * (2048 - 768) * len(batch)
+    assert given > touched - (4 << 20)  # whole pieces, and growth from 2 MiB on
 
 
 # -- mixtures of experts ----------------------------------------------------------------------

@@ -23,10 +23,8 @@ from claiming import (
     step,
     vanilla,
 )
-from gguf import GGMLQuantizationType, GGUFReader
 from matrices import CUT, DOWN, ROWS, TYPES, UP, columns_of, rounded, zeroed
 
-from llmaas_eval.families import FAMILIES, Family, write_family
 from llmaas_hooks import WeightClaim
 
 LAST_BITS = 0.03  # difference of logits that another number of threads makes
@@ -135,24 +133,6 @@ def test_no_rows_are_rows_of_zeros(family, tmp_path):
 
 
 # -- biases -----------------------------------------------------------------------------------
-
-
-class Biased(Family):
-    """Family with biases after the blocks' outputs, drawn after all other tensors."""
-
-    def tensors(self):
-        names = [f"blk.{i}.{name}.bias" for i in (0, 1) for name in ("attn_output", "ffn_down")]
-        return {**super().tensors(), **dict.fromkeys(names, (256,))}
-
-
-@pytest.fixture
-def biased(monkeypatch, tmp_path):
-    """Return the llama family's file with biases in it, and the biases by their weights' names."""
-    monkeypatch.setitem(FAMILIES, "biased", Biased("llama", FAMILIES["llama"].layers))
-    path = write_family("biased", tmp_path / "biased.gguf", weights=GGMLQuantizationType.F16)
-    vectors = {tensor.name: tensor.data.copy() for tensor in GGUFReader(path).tensors}
-    biases = {name: data for name, data in vectors.items() if name.endswith(".bias")}
-    return path, {name.replace("bias", "weight"): data for name, data in biases.items()}
 
 
 def test_biases_are_those_of_a_model_that_has_them(family, tmp_path, biased):

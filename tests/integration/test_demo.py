@@ -108,7 +108,7 @@ def turns(*subjects):
         (["--model", "none.gguf"], "none.gguf"),
         (["--contexts", "x"], "argument --contexts: expected an integer from 2 on, found 'x'"),
         (["--tokens", "-1"], "argument --tokens: expected an integer from 1 on, found '-1'"),
-        (["--budget-share", "nan"], "expected a number above 0, found 'nan'"),
+        (["--budget-share", "nan"], "expected a number above 0, up to 1e+09, found 'nan'"),
         (["--json", "none/x"], "found no folder none to write x to"),
         (["--plot", "."], ". is a folder or a device, expected a file's name"),
         (["--n-ctx", "8"], "--n-ctx"),

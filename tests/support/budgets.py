@@ -10,7 +10,7 @@ from llmaas_hooks import BudgetError
 from llmaas_plugins.machine import release_memory, resident_bytes
 
 MIB = 1 << 20
-ROOM = 100 * MIB
+ROOM = 125 * MIB
 """Enough room to load a model, and so little that flash_weights streams it."""
 
 

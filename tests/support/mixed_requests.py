@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 
 import numpy as np
-from datastores import QUESTIONS, Natives
-from llama_cpp import LlamaGrammar, LogitsProcessorList
+from datastores import ENGINE, QUESTIONS, K, Natives
+from llama_cpp import Llama, LlamaGrammar, LogitsProcessorList
 
 from llmaas_hooks import hookimpl
+from llmaas_plugins import activate
 
 ONE_BY_ONE = {"n_ubatch": 1, "flash_attn": True}
 """With these, a token's logits do not depend on the other tokens of its batch."""
@@ -35,6 +37,17 @@ SAMPLERS = {
     "grammar": {"temp": 0.0, "grammar": NAMES},
     "sampled grammar": {"temp": 0.9, "grammar": NAMES},
 }
+
+
+@contextlib.contextmanager
+def mixing_engine(model, store, **table):
+    """Activate knn_lm with a datastore; yield the suite, and an engine of one-by-one tokens."""
+    own = {"store": str(store), "k": K, "look_back": 0} | table
+    with (
+        activate({"on_error": "raise", "plugins": {"knn_lm": own}}) as suite,
+        contextlib.closing(Llama(str(model), **(ENGINE | ONE_BY_ONE))) as llama,
+    ):
+        yield suite, llama
 
 
 class Witness(Natives):

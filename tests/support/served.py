@@ -96,7 +96,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline

@@ -16,6 +16,7 @@ from llmaas_hooks.native.taps import (
     Subscription,
 )
 from llmaas_hooks.native.weights import FileWeights
+from llmaas_hooks.types import ModelLoad
 
 __all__ = ["NativeContext"]
 
@@ -34,6 +35,10 @@ class NativeContext(Protocol):
     @property
     def model(self) -> int:
         """Address of the ``llama_model``."""
+
+    @property
+    def load(self) -> ModelLoad | None:
+        """Record of how the model was opened; None if that was before the activation."""
 
     @property
     def has_claims(self) -> bool:
@@ -139,7 +144,7 @@ class NativeContext(Protocol):
         """Return the memory of the model's weights in files; all contexts of a model share it."""
 
     def untouched_bytes(self) -> int:
-        """Return the reserved compute-buffer bytes that no graph has written."""
+        """Return the bytes by which graphs may still grow: reserved, but not yet written."""
 
     def subscribe(self, tap: Any) -> Subscription:
         """Subscribe a plugin's own tap: the address of an ``llmaas_tap`` (llmaas/tap.h)."""

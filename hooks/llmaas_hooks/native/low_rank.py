@@ -64,6 +64,14 @@ class LowRank:
         """Bytes of both matrices."""
         return int(self.a.nbytes + self.b.nbytes)
 
+    def is_sound(self) -> bool:
+        """Return whether both arrays have the type and the size that the numbers say."""
+        return (
+            0 < self.rank <= MAX_RANK
+            and _are_blocks(self.a, self.rank, self.n_columns)
+            and _are_blocks(self.b, self.rank, self.n_rows)
+        )
+
     def floats(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return A, ``(rank, n_columns)``, and B, ``(n_rows, rank)``, as they are stored."""
         return _unpacked(self.a)[:, : self.n_columns], _unpacked(self.b)[:, : self.n_rows].T
@@ -79,6 +87,11 @@ def _balanced(
     is_used = (most_a > 0) & (most_b > 0)
     ratio = np.sqrt(np.where(is_used, most_b, 1)) / np.sqrt(np.where(is_used, most_a, 1))
     return np.where(is_used, a * ratio, 0), np.where(is_used, b / ratio, 0)
+
+
+def _are_blocks(blocks: NDArray[Any], rank: int, n: int) -> bool:
+    is_whole = n > 0 and blocks.shape == (-(-n // BLOCK),) and blocks.dtype == blocks_dtype(rank)
+    return is_whole and blocks.flags.c_contiguous
 
 
 def _packed(matrix: NDArray[np.float32]) -> NDArray[Any]:

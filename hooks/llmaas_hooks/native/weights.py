@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_hooks.native.low_rank import LowRank
 from llmaas_hooks.types import FileStamp
 
 __all__ = ["ChannelColumns", "ChannelOperand", "FileWeights", "TensorInfo", "WeightClaim"]
@@ -61,6 +62,8 @@ class WeightClaim:
             up to whole blocks of the weight's type.
         biases: With ``columns``: vectors to add to products, by level; float32 of shape
             ``(len(columns), rows of the weight)``. A row of zeros costs nothing.
+        adapters: With ``rows`` or ``columns``: low-rank terms to add to products, by level; None
+            adds nothing. The host copies them and keeps them in memory.
     """
 
     pattern: str
@@ -70,6 +73,7 @@ class WeightClaim:
     rows: tuple[int | None, ...] = ()
     columns: tuple[int | None, ...] = ()
     biases: NDArray[np.float32] | None = field(default=None, compare=False)
+    adapters: tuple[LowRank | None, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

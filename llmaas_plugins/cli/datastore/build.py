@@ -15,7 +15,7 @@ from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore.settings import datastore_directory, datastore_settings
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import trained_context
-from llmaas_plugins.cli.options import at_least
+from llmaas_plugins.cli.options import at_least, finite
 from llmaas_plugins.cli.output import counted, print_report, progress_bar
 from llmaas_plugins.cli.store_actions import add_action
 from llmaas_plugins.config import Config
@@ -79,7 +79,7 @@ def add_actions(actions: Any) -> None:
             metavar="PAIRS",
             help="most pairs to select (default: plugins.knn_lm.size)",
         )
-        parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+        parser.add_argument("--seed", type=at_least(0), default=0, help="random seed (default 0)")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +101,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, required=True, metavar="GGUF", help="the model that your app uses"
     )
     parser.add_argument("--lora", type=Path, metavar="GGUF", help="LoRA adapter that your app uses")
-    parser.add_argument("--lora-scale", type=float, default=1.0, help="scale of --lora (default 1)")
+    parser.add_argument(
+        "--lora-scale", type=finite, default=1.0, help="scale of --lora (default 1)"
+    )
     parser.add_argument("--chat-format", help="chat format of your app (default: the model's own)")
     parser.add_argument(
         "--n-ctx",

@@ -211,6 +211,6 @@ def _long_enough(text: Tokens, whose: str, then: str) -> Tokens:
 
 
 def _n_tokens(text: str) -> int:
-    if not text.isdecimal() or int(text) < _LEAST_TOKENS:
+    if not text.isdecimal() or len(text) > 9 or int(text) < _LEAST_TOKENS:
         raise argparse.ArgumentTypeError(f"expected {_LEAST_TOKENS} or more, found {text!r}")
     return int(text)

@@ -65,6 +65,7 @@ def _report(elastic: Elastic) -> dict[str, Any]:
         "tables": {
             name: {
                 "compensated": name in elastic.biases,
+                "adapters": _adapters(elastic, name),
                 "levels": [
                     {
                         "level": level,
@@ -91,10 +92,20 @@ def _lines(elastic: Elastic) -> Iterator[str]:
     yield f"can be restored: {'no, it was quantized' if elastic.source is None else 'yes'}"
     for name, table in elastic.tables.items():
         yield ""
-        yield f"{name}{', compensated' if name in elastic.biases else ''}"
+        yield f"{name}{', compensated' if name in elastic.biases else ''}{_adapted(elastic, name)}"
         yield "level   share   groups in each layer; neurons in each layer"
         for level, widths in zip(elastic.levels, table, strict=True):
             yield f"{level:5.1f}  {blocks.share(widths):6.3f}   {_widths(widths)}"
+
+
+def _adapters(elastic: Elastic, table: str) -> dict[str, int] | None:
+    found = elastic.adapters.get(table)
+    return {"rank": found.rank, "bytes": found.n_bytes} if found else None
+
+
+def _adapted(elastic: Elastic, table: str) -> str:
+    found = elastic.adapters.get(table)
+    return f", adapters of rank {found.rank} ({found.n_bytes / 1e6:,.1f} MB)" if found else ""
 
 
 def _widths(widths: Widths) -> str:

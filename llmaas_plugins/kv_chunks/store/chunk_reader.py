@@ -38,7 +38,7 @@ class ChunkReader:
         self._read_failures = FailureLog(_log, logging.WARNING)
 
     def fetch(self, chunks: Sequence[Chunk], *, is_ahead: bool = False) -> list[int]:
-        """Bring chunks into RAM and pin them until ``release``.
+        """Bring chunks into RAM and pin them until this thread calls ``unpin``.
 
         Args:
             chunks: Chunks to fetch.
@@ -54,8 +54,8 @@ class ChunkReader:
             for chunk in chunks:
                 if self._residency.tree.get(chunk.id.key) is not chunk or chunk.is_ghost:
                     break
-                chunk.pins += 1
                 wanted.append(chunk)
+            self._residency.pin(wanted)
             absent = [chunk for chunk in wanted if chunk.ram == ABSENT]
             self._residency.counters.ram_hits += len(wanted) - len(absent)
         offsets = self._reserve_all(absent)
@@ -66,7 +66,7 @@ class ChunkReader:
             return [self._residency.ram.address(chunk.ram) for chunk in wanted[:n_ready]]
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
-        """Unpin chunks that ``fetch`` returned."""
+        """Unpin chunks that ``fetch`` returned to this thread."""
         with self._residency.lock:
             self._residency.unpin(chunks)
 
@@ -117,9 +117,9 @@ class ChunkReader:
                 )
                 if offset is None:
                     break
-                chunk.pins += 1
                 chunks.append(chunk)
                 offsets.append(offset)
+            self._residency.pin(chunks)
         return chunks, offsets
 
     def _reserve_all(self, chunks: Sequence[Chunk]) -> list[int]:
@@ -161,8 +161,7 @@ class ChunkReader:
         with self._residency.lock:
             for (chunk, offset, _), status in zip(pending, statuses, strict=True):
                 if status == _native.Status.OK and chunk.ram == ABSENT:
-                    chunk.ram = offset
-                    self._residency.ram.queue.add(chunk, is_oldest=are_oldest)
+                    self._residency.ram.take(chunk, offset, is_oldest=are_oldest)
                     self._residency.counters.disk_hits += 1
                     self._residency.counters.read_bytes += chunk.size
                     continue

@@ -284,6 +284,8 @@ class ChunkStore(forks.Forked):
 
     def after_fork(self, *, in_child: bool) -> None:
         """Unlock the store; in a child, continue with RAM alone, as the files are the parent's."""
+        if in_child:
+            self._residency.end_other_transfers()
         if in_child and self._writer is not None:
             self._writer.abandon()
             self._writer = None

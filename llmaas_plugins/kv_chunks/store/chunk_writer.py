@@ -154,7 +154,7 @@ class ChunkWriter:
                     self._lose(chunk, lost)
                     self._residency.counters.no_room += 1
                     continue
-                chunk.pins += 1
+                self._residency.pin([chunk])
                 batch.append(chunk)
                 offsets.append(offset)
             return batch, offsets

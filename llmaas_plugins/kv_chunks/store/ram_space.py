@@ -39,6 +39,8 @@ class RamSpace:
         if offset is None:
             return None
         self.buffer_bytes += n_bytes
+        with self._residency.lock:
+            self._residency.ram.keep(offset)
         return self._residency.ram.view(offset, n_bytes)
 
     def free_buffer(self, area: NDArray[np.uint8]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -49,6 +50,7 @@ class RamTier(Tier):
         self._is_resident = np.zeros(self.capacity // PAGE, dtype=np.bool_)  # by page
         self._resident_bytes = 0
         self._base = int(self._bytes.ctypes.data)
+        self._pending: dict[int, tuple[int, int]] = {}  # reserved bytes and thread, by offset
 
     @property
     def usable_bytes(self) -> int:
@@ -69,6 +71,42 @@ class RamTier(Tier):
         self.lent = min(n_bytes, self.capacity - self.used_bytes)
         self._discard_free_pages()
         return is_met
+
+    def reserve(
+        self, n_bytes: int, evictable: Callable[[Chunk], bool], evict: Callable[[Chunk], None]
+    ) -> int | None:
+        """Reserve space for a transfer of this thread, until ``take``, ``keep`` or ``cancel``."""
+        offset = super().reserve(n_bytes, evictable, evict)
+        if offset is not None:
+            self._pending[offset] = n_bytes, threading.get_ident()
+        return offset
+
+    def take(self, chunk: Chunk, offset: int, *, is_oldest: bool = False) -> None:
+        """Give reserved space to a chunk, whose bytes are there now."""
+        self.keep(offset)
+        chunk.ram = offset
+        self.queue.add(chunk, is_oldest=is_oldest)
+
+    def keep(self, offset: int) -> None:
+        """Keep reserved space beyond the transfer that reserved it."""
+        self._pending.pop(offset, None)
+
+    def shrink(self, offset: int, old_bytes: int, new_bytes: int) -> None:
+        """Free the unused end of a reservation."""
+        super().shrink(offset, old_bytes, new_bytes)
+        if offset in self._pending:
+            self._pending[offset] = new_bytes, self._pending[offset][1]
+
+    def cancel(self, offset: int, n_bytes: int) -> None:
+        """Free a reservation that no chunk used."""
+        self.keep(offset)
+        super().cancel(offset, n_bytes)
+
+    def cancel_other_threads(self) -> None:
+        """Free what transfers of other threads reserved, in a forked child without them."""
+        for offset, (n_bytes, thread) in list(self._pending.items()):
+            if thread != threading.get_ident():
+                self.cancel(offset, n_bytes)
 
     def _allocate(self, n_bytes: int) -> int | None:
         if self.used_bytes + page_round(n_bytes) > self.usable_bytes:

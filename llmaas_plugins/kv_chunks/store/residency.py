@@ -45,6 +45,7 @@ class ChunkResidency:
         self._clock = itertools.count(1)
         self._working: dict[Hashable, frozenset[Chunk]] = {}
         self._lent: dict[Hashable, int] = {}
+        self._pins: dict[int, list[Chunk]] = {}  # by thread
 
     # -- use ------------------------------------------------------------------------------------
 
@@ -63,6 +64,42 @@ class ChunkResidency:
     def lock_working_set(self, owner: Hashable, chunks: Iterable[Chunk]) -> None:
         """Set the working set of ``owner``, whose chunks are evicted last (LLMS §3.4)."""
         self._working[owner] = frozenset(chunks)
+
+    # -- transfers ------------------------------------------------------------------------------
+
+    def pin(self, chunks: Sequence[Chunk]) -> None:
+        """Keep the RAM of chunks for a transfer of this thread, which must also unpin them."""
+        for chunk in chunks:
+            chunk.pins += 1
+        if chunks:
+            self._pins.setdefault(threading.get_ident(), []).extend(chunks)
+
+    def unpin(self, chunks: Sequence[Chunk]) -> None:
+        """Unpin chunks that a transfer of this thread no longer uses."""
+        if chunks:
+            self._unpin(threading.get_ident(), list(chunks))
+
+    def end_other_transfers(self) -> None:
+        """End the transfers of other threads, which do not exist in a forked child."""
+        for thread, chunks in list(self._pins.items()):
+            if thread != threading.get_ident():
+                self._unpin(thread, list(chunks))
+        self.ram.cancel_other_threads()
+
+    def _unpin(self, thread: int, chunks: list[Chunk]) -> None:
+        pinned = self._pins[thread]
+        if pinned[-len(chunks) :] == chunks:
+            del pinned[-len(chunks) :]
+        else:  # transfers that did not end in reverse order
+            for chunk in chunks:
+                pinned.remove(chunk)
+        if not pinned:
+            del self._pins[thread]
+        for chunk in chunks:
+            chunk.pins -= 1
+            is_gone = self.tree.get(chunk.id.key) is not chunk
+            if is_gone and chunk.pins == 0 and chunk.ram != ABSENT:
+                self._free_ram(chunk)
 
     # -- space ----------------------------------------------------------------------------------
 
@@ -148,7 +185,7 @@ class ChunkResidency:
         """Add a chunk whose bytes are in RAM to the tree, replacing its ghost if there is one."""
         self.tree.add(chunk)
         self._mark_used(chunk)
-        self.ram.queue.add(chunk)
+        self.ram.take(chunk, chunk.ram)
         if self.disk is not None:
             self.dirty[chunk.id.key] = chunk
 
@@ -219,14 +256,6 @@ class ChunkResidency:
             if chunk.ram == ABSENT:
                 self.tree.remove(chunk)
                 self._mark_inactive(chunk)
-
-    def unpin(self, chunks: Sequence[Chunk]) -> None:
-        """Unpin chunks that a transfer no longer uses."""
-        for chunk in chunks:
-            chunk.pins -= 1
-            gone = self.tree.get(chunk.id.key) is not chunk
-            if gone and chunk.pins == 0 and chunk.ram != ABSENT:
-                self._free_ram(chunk)
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ store, so that another process starts with them.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,8 @@ class LinearFit:
         """
         self._n_amounts = n_amounts
         self._decay = decay
-        self._points: deque[tuple[float, ...]] = deque(maxlen=_MAX_POINTS)
+        self._points = np.empty((0, 1 + n_amounts))  # seconds and amounts, oldest first
+        self._texts: deque[str] = deque(maxlen=_MAX_POINTS)  # the same points as JSON
         self._fit: NDArray[np.float64] | None = None
         self._share = 1.0
 
@@ -52,15 +53,15 @@ class LinearFit:
         """
         expected = self.coefficients()
         share = 1.0 if expected is None else seconds / max(float(expected @ amounts), 1e-9)
-        self._points.append((max(seconds, _MIN_SECONDS), *amounts))
+        self._append((max(seconds, _MIN_SECONDS), *amounts))
         if (
             min(share, self._share) > _OUTLIER_FACTOR
             or max(share, self._share) < 1 / _OUTLIER_FACTOR
         ):
-            self._points = deque(list(self._points)[-2:], maxlen=_MAX_POINTS)
+            self._points = self._points[-2:]
+            self._texts = deque(list(self._texts)[-2:], maxlen=_MAX_POINTS)
             share = 1.0
         self._share = share
-        self._fit = None
 
     def coefficients(self) -> NDArray[np.float64] | None:
         """Return the seconds per unit of each amount, shape ``(n_amounts,)``; None without points.
@@ -68,22 +69,29 @@ class LinearFit:
         The fit minimizes squared relative errors. Amounts that would get a negative coefficient
         get 0.
         """
-        if self._fit is None and self._points:
-            points = np.array(self._points)
-            age = np.arange(len(points))[::-1]
-            weights = np.sqrt(self._decay**age) / points[:, 0]
-            self._fit = non_negative_least_squares(
-                points[:, 1:] * weights[:, None], points[:, 0] * weights
-            )
+        if self._fit is None and len(self._points):
+            seconds, amounts = self._points[:, 0], self._points[:, 1:]
+            weights = _roots_of_powers(self._decay)[-len(seconds) :]
+            self._fit = non_negative_least_squares(amounts * (weights / seconds)[:, None], weights)
         return self._fit
 
-    def points(self) -> list[tuple[float, ...]]:
-        """Return the stored points, oldest first, for ``restore``."""
-        return [tuple(float(f"{value:.5g}") for value in point) for point in self._points]
+    def sum_of_last(self) -> float:
+        """Return the sum of the last amount over all points."""
+        return float(self._points[:, -1].sum())
+
+    def to_json(self) -> str:
+        """Return the points as a JSON array, oldest first, for ``restore``."""
+        return f"[{', '.join(self._texts)}]"
 
     def restore(self, points: Iterable[Any]) -> None:
         """Add points that another process measured; invalid points are ignored."""
-        self._points.extend(tuple(map(float, point)) for point in points if self._is_valid(point))
+        for point in points:
+            if self._is_valid(point):
+                self._append(tuple(map(float, point)))
+
+    def _append(self, point: tuple[float, ...]) -> None:
+        self._points = np.vstack([self._points[-_MAX_POINTS + 1 :], point])
+        self._texts.append(f"[{', '.join([f'{value:.5g}' for value in point])}]")
         self._fit = None
 
     def _is_valid(self, point: Any) -> bool:
@@ -146,8 +154,7 @@ class CostProfile:
         """Return the costs for planning, or None while too little is known."""
         self.learn()
         recompute, read = self._recompute.coefficients(), self._read.coefficients()
-        n_read = sum(n_bytes for _, _, n_bytes in self._read.points())
-        if recompute is None or read is None or n_read < _MIN_READ_BYTES:
+        if recompute is None or read is None or self._read.sum_of_last() < _MIN_READ_BYTES:
             return None
         call, token, pairs = recompute
         return LoadCosts(call, token, pairs / _PAIRS, read[0], read[1], *self._load_costs())
@@ -163,7 +170,8 @@ class CostProfile:
         """Return all points as JSON, for another process."""
         self.learn()
         self.n_stored = self._n_points
-        return json.dumps({name: line.points() for name, line in self._lines().items()})
+        lines = [f'"{name}": {line.to_json()}' for name, line in self._lines().items()]
+        return f"{{{', '.join(lines)}}}"
 
     def _note(self, line: LinearFit, seconds: float, *amounts: float) -> None:
         self._unlearned.append((line, seconds, (1, *amounts)))
@@ -175,6 +183,12 @@ class CostProfile:
 
     def _lines(self) -> dict[str, LinearFit]:
         return {"recompute": self._recompute, "read": self._read, "load": self._load}
+
+
+@cache
+def _roots_of_powers(decay: float) -> NDArray[np.float64]:
+    """Return the square roots of the weights of the points, oldest first."""
+    return np.sqrt(decay ** np.arange(_MAX_POINTS)[::-1])
 
 
 def non_negative_least_squares(

@@ -1,5 +1,7 @@
 #include "engine/compute_buffer.h"
 
+#include "ggml-cpu.h"
+
 #include <stdlib.h>
 
 enum { MIN_RELEASED = 4 << 20 }; /* giving back less is not worth the page faults when it is needed again */
@@ -35,6 +37,27 @@ bool llmaas_compute_buffers_notice(llmaas_compute_buffers * compute, const struc
         }
     }
     return true;
+}
+
+/* -- the copy of an operand ---------------------------------------------------------------------------------------- */
+
+/* A plan of ggml's, which may be longer in another release: only its first member is read. */
+typedef struct plan {
+    size_t work_size;
+    char   rest[248];
+} plan;
+
+/* Return the bytes of the memory in which ggml-cpu converts operands for products, one at a time: scores of attention as
+ * F16 above all. The number of threads hardly matters. */
+static uint64_t work_of(const struct ggml_cgraph * graph) {
+    plan (*make)(const struct ggml_cgraph *, int, ggml_threadpool_t) =
+        (plan (*)(const struct ggml_cgraph *, int, ggml_threadpool_t)) (void (*)(void)) ggml_graph_plan;
+    return make(graph, 1, NULL).work_size;
+}
+
+void llmaas_compute_buffers_reserve(llmaas_compute_buffers * compute, const struct ggml_cgraph * graph) {
+    const uint64_t n_work = work_of(graph);
+    compute->n_work_most  = n_work > compute->n_work_most ? n_work : compute->n_work_most;
 }
 
 /* -- fitting memory to a graph ----------------------------------------------------------------------------------- */
@@ -105,8 +128,10 @@ static bool is_last(const llmaas_compute_buffers * compute, const struct ggml_cg
     return !compute->has_gpu && graph->n_nodes > 0 && graph->nodes[graph->n_nodes - 1]->flags & GGML_TENSOR_FLAG_OUTPUT;
 }
 
-int64_t llmaas_compute_buffers_fit(const llmaas_compute_buffers * compute, const struct ggml_cgraph * graph) {
-    int64_t n_more = 0;
+int64_t llmaas_compute_buffers_fit(llmaas_compute_buffers * compute, const struct ggml_cgraph * graph) {
+    const uint64_t n_work = work_of(graph), n_before = compute->n_work;
+    compute->n_work = n_work > n_before ? n_work : n_before; /* ggml-cpu keeps it until it needs a larger one */
+    int64_t n_more  = (int64_t) (compute->n_work - n_before);
     for (int i = 0, n = is_last(compute, graph) ? compute->n_buffers : 0; i < n; i++) {
         if (ggml_backend_buffer_get_usage(compute->buffers[i]) == GGML_BACKEND_BUFFER_USAGE_COMPUTE) { /* not KV cells */
             n_more += fit(compute->pages[i], compute->buffers[i], graph);
@@ -116,7 +141,7 @@ int64_t llmaas_compute_buffers_fit(const llmaas_compute_buffers * compute, const
 }
 
 uint64_t llmaas_compute_buffers_untouched(const llmaas_compute_buffers * compute) {
-    uint64_t n = 0, n_resident;
+    uint64_t n = compute->n_work_most > compute->n_work ? compute->n_work_most - compute->n_work : 0, n_resident;
     for (int i = 0; i < compute->n_buffers; i++) {
         const llmaas_pages pages = compute->pages[i];
         n += llmaas_pages_resident(pages, &n_resident) ? pages.end - pages.start - n_resident : 0;

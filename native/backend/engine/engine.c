@@ -56,6 +56,9 @@ static void rewrite_product(
     if (product) {
         multiply(engine, level, weight, product);
     }
+    if (product && weight) {
+        llmaas_weight_adapt(weight, level, engine->graph, product);
+    }
     const float * biases = weight ? llmaas_weight_biases(weight, level) : NULL;
     if (biases) {
         llmaas_biases_defer(&engine->biases, engine->graph, original, node, biases);
@@ -280,6 +283,9 @@ static void graph_optimize(ggml_backend_t backend, struct ggml_cgraph * graph, v
     pthread_mutex_lock(&engine->lock.mutex);
     llmaas_cells_notice(&engine->cells, graph, is_creation);
     llmaas_compute_buffers_forget(&engine->compute_buffers);
+    if (is_creation) {
+        llmaas_compute_buffers_reserve(&engine->compute_buffers, graph);
+    }
     pthread_mutex_unlock(&engine->lock.mutex);
     (void) params;
 }

@@ -6,6 +6,7 @@
 #include "stream/slots.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #define PAGE 4096u
 
@@ -49,6 +50,7 @@ struct llmaas_experts {
     llmaas_stack * stacks;
     use *          uses;
     size_t         n_uses, uses_capacity;
+    size_t         n_served; /* uses whose experts were awaited */
     uint64_t       n_turns, n_graphs;
 
     llmaas_expert_stats stats;
@@ -234,6 +236,17 @@ static bool await(llmaas_experts * experts, const llmaas_stack * stack, int32_t 
     return ok;
 }
 
+/* Forget the experts whose reads failed, when none is in flight. */
+static void forget_failed(llmaas_experts * experts) {
+    for (llmaas_stack * stack = experts->stacks; stack; stack = stack->next) {
+        for (int32_t i = 0; i < stack->n_experts; i++) {
+            if (stack->experts[i].slot >= 0 && !await(experts, stack, i)) {
+                llmaas_slots_drop(stack->size->slots, &stack->experts[i]);
+            }
+        }
+    }
+}
+
 /* -- computing a graph ------------------------------------------------------------------------------------------- */
 
 /* Halve all use counts, so that old uses count less and less. */
@@ -247,7 +260,7 @@ static void age(llmaas_experts * experts) {
 
 void llmaas_experts_begin(llmaas_experts * experts, llmaas_graph * graph) {
     experts->graph  = graph;
-    experts->n_uses = 0;
+    experts->n_uses = experts->n_served = 0;
     if (++experts->n_graphs % AGE == 0) {
         age(experts);
     }
@@ -298,28 +311,42 @@ static void fetch_later(const struct choice * c) {
     }
 }
 
+/* Let the rest of a failed graph compute with zeros, as from the arena: a slot may hold a part of an expert, or one of
+ * another type. */
+static void make_blank(const struct choice * c) {
+    llmaas_graph_fail(c->experts->graph);
+    llmaas_io_drain(c->experts->io);
+    llmaas_slots_blank(c->experts->uses[c->index].stack->size->slots);
+    memset(c->slots, 0, (size_t) ggml_nelements(c->ids) * sizeof *c->slots);
+}
+
+/* Read the experts and wait for them. False if an expert does not exist or cannot be read. */
+static bool serve(const struct choice * c) {
+    llmaas_stack * stack = c->experts->uses[c->index].stack;
+    bool           ok    = fetch_all(c, stack, c->turn);
+    if (ok) {
+        fetch_later(c);
+    }
+    for (int64_t i = 0; ok && i < ggml_nelements(c->ids); i++) {
+        const int32_t expert = id_at(c->ids, i);
+        ok          = await(c->experts, stack, expert);
+        c->slots[i] = stack->experts[expert].slot;
+    }
+    c->experts->n_served = c->index + 1;
+    return ok;
+}
+
 static void choose(void * arg, int ith, int nth) {
     const struct choice * c       = arg;
-    llmaas_experts *      experts = c->experts;
-    llmaas_stack *        stack   = experts->uses[c->index].stack;
+    const uint64_t        started = llmaas_now_ns();
     (void) nth;
     if (ith != 0) {
         return;
     }
-    const uint64_t started = llmaas_now_ns();
-    bool           ok      = fetch_all(c, stack, c->turn);
-    if (ok) {
-        fetch_later(c);
+    if (llmaas_graph_failed(c->experts->graph) || !serve(c)) {
+        make_blank(c);
     }
-    for (int64_t i = 0; i < ggml_nelements(c->ids); i++) {
-        const int32_t expert = id_at(c->ids, i);
-        ok          = ok && await(experts, stack, expert);
-        c->slots[i] = ok ? stack->experts[expert].slot : 0;
-    }
-    if (!ok) {
-        llmaas_graph_fail(experts->graph);
-    }
-    experts->stats.stalled_ns += llmaas_now_ns() - started;
+    c->experts->stats.stalled_ns += llmaas_now_ns() - started;
 }
 
 static bool note_use(llmaas_experts * experts, llmaas_stack * stack, const struct ggml_tensor * ids) {
@@ -359,11 +386,15 @@ bool llmaas_experts_use(llmaas_experts * experts, llmaas_stack * stack, struct g
     return llmaas_graph_step(experts->graph, choose, &c, sizeof c);
 }
 
-/* After a failure, forget all experts: they may be of products that were not computed, or reads may have failed. */
+/* After a failure, forget all experts: they may be of products that were not computed, or reads may have failed. If the
+ * graph was aborted, nobody has looked whether the last reads succeeded. */
 void llmaas_experts_end(llmaas_experts * experts) {
     llmaas_io_drain(experts->io);
     for (size_class * size = experts->sizes; size && llmaas_graph_failed(experts->graph); size = size->next) {
         llmaas_slots_clear(size->slots);
+    }
+    if (experts->n_served < experts->n_uses) {
+        forget_failed(experts);
     }
     experts->graph = NULL;
 }

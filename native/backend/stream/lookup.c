@@ -2,6 +2,7 @@
 
 #include "llmaas/io.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,7 +20,7 @@ struct llmaas_lookup {
     char *         rows;    /* [n_room][bytes of a row]: the rows of a graph, in its order */
     int32_t *      numbers; /* [n_room]: 0, 1, 2 … */
     size_t         n_room;
-    uint64_t       n_read;
+    atomic_ullong  n_read; /* other threads ask for it meanwhile */
 };
 
 llmaas_lookup * llmaas_lookup_new(int fd, uint64_t offset) {

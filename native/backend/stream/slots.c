@@ -80,6 +80,8 @@ void llmaas_slots_clear(llmaas_slots * slots) {
     slots->n_order = slots->next = 0;
 }
 
+void llmaas_slots_drop(llmaas_slots * slots, llmaas_cached * item) { disown(&slots->slots[item->slot]); }
+
 /* Reserve address space; on failure, the next call tries again. */
 static bool make(llmaas_slots * slots) {
     slots->slots = slots->slots ? slots->slots : calloc(slots->n_all, sizeof *slots->slots);
@@ -173,6 +175,12 @@ char * llmaas_slots_take(llmaas_slots * slots, llmaas_cached * channel) {
 /* -- experts ----------------------------------------------------------------------------------------------------- */
 
 char * llmaas_slots_base(llmaas_slots * slots) { return slots->base || make(slots) ? slots->base : NULL; }
+
+void llmaas_slots_blank(llmaas_slots * slots) {
+    llmaas_slots_clear(slots);
+    memset(slots->base, 0, slots->n_bytes);
+    slots->n_touched = slots->n_touched > 0 ? slots->n_touched : 1;
+}
 
 bool llmaas_slots_hold(llmaas_slots * slots, const llmaas_cached * expert, uint64_t turn) {
     struct slot * slot   = &slots->slots[expert->slot];

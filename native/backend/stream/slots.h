@@ -31,6 +31,8 @@ size_t llmaas_slots_count(const llmaas_slots * slots); /* slots that may be used
 
 /* Forget the contents of all slots: they were not read after all. */
 void llmaas_slots_clear(llmaas_slots * slots);
+/* Take its slot from an item. */
+void llmaas_slots_drop(llmaas_slots * slots, llmaas_cached * item);
 
 /* -- items that get a slot only if they are used often: channels --------------------------------------------------- */
 
@@ -46,6 +48,8 @@ char * llmaas_slots_take(llmaas_slots * slots, llmaas_cached * channel);
 
 /* Return where the slots are, one after another. Address space is reserved by the first call. NULL if out of memory. */
 char * llmaas_slots_base(llmaas_slots * slots);
+/* Forget the contents of all slots, and fill the first with zeros. */
+void llmaas_slots_blank(llmaas_slots * slots);
 /* Hold the slot that an expert has until `turn`. Return false if it was held as long already. */
 bool llmaas_slots_hold(llmaas_slots * slots, const llmaas_cached * expert, uint64_t turn);
 /* Give a slot to an expert that has none, and hold it until `turn`. The slot is free, or not held from turn `now` on.

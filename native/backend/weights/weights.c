@@ -58,6 +58,7 @@ void llmaas_weights_release(llmaas_weights * weights) {
         }
         llmaas_lookup_free(weights->entries[i]->lookup);
         free(weights->entries[i]->biases);
+        free(weights->entries[i]->adapters);
         free(weights->entries[i]);
     }
     llmaas_stream_free(weights->stream);
@@ -158,7 +159,7 @@ void llmaas_weights_unlock(llmaas_weights * weights) { pthread_rwlock_unlock(&we
 
 bool llmaas_weights_are_cut(const llmaas_weights * weights, int32_t level) {
     const int32_t bit = level < LLMAAS_MAX_LEVELS ? level : LLMAAS_MAX_LEVELS - 1;
-    return level >= 0 && (weights->narrow_levels >> bit & 1);
+    return level >= 0 && (weights->changed_levels >> bit & 1);
 }
 
 bool llmaas_weights_change(const llmaas_weights * weights, int32_t level) {
@@ -187,13 +188,23 @@ llmaas_status llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_
     return llmaas_stream_set_reading(weights->stream, reading) ? LLMAAS_OK : LLMAAS_ESPACE;
 }
 
+/* Count the bytes that lookups have read. Another thread may add entries meanwhile: it holds this mutex, but graphs that
+ * compute do not, so nobody waits for a graph. */
+static uint64_t read_by_lookups(llmaas_weights * weights) {
+    uint64_t n = 0;
+    pthread_mutex_lock(&weights->changing.mutex);
+    for (size_t i = 0; i < weights->n_entries; i++) {
+        n += weights->entries[i]->lookup ? llmaas_lookup_read(weights->entries[i]->lookup) : 0;
+    }
+    pthread_mutex_unlock(&weights->changing.mutex);
+    return n;
+}
+
 void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats) {
     *stats = (llmaas_stream_stats) {0};
     if (weights && weights->stream) {
         llmaas_stream_read_stats(weights->stream, stats);
-        for (size_t i = 0; i < weights->n_entries; i++) {
-            stats->n_read += weights->entries[i]->lookup ? llmaas_lookup_read(weights->entries[i]->lookup) : 0;
-        }
+        stats->n_read += read_by_lookups(weights);
     }
 }
 
@@ -314,6 +325,9 @@ static const char * problem(const llmaas_weight * weight, bool is_created) {
     }
     if (weight->biases && weight->tensor && ggml_nrows(weight->tensor) != weight->n_biases) {
         return "is claimed with biases of another number of rows";
+    }
+    if (weight->tensor && !llmaas_weight_adapters_fit(weight)) {
+        return "is claimed with adapters of another shape";
     }
     return is_created || weight->source->load ? weight->source->problem(weight) : NULL;
 }

@@ -70,7 +70,10 @@ struct llmaas_weight {
     float *                    biases; /* [n_bias_levels][n_biases]; NULL: none */
     uint32_t                   n_bias_levels, n_biases;
     uint64_t                   biased_levels; /* bit l: some bias is not 0 at level l */
-    uint64_t                   narrow_levels; /* bit l: the weight is not whole, or is biased, at level l */
+    llmaas_adapter *           adapters;      /* [n_adapter_levels]; NULL: none */
+    uint32_t                   n_adapter_levels;
+    uint64_t                   changed_levels; /* bit l: products are not plain: the weight is not whole, is biased, or
+                                                * has an adapter at level l */
     bool                       is_claimed;
     llmaas_lookup *            lookup;     /* of the weight's rows; NULL: rows are looked up in the weight itself */
     bool                       is_used;    /* by some graph of a context's creation */
@@ -83,7 +86,7 @@ llmaas_weights * llmaas_weights_retain(llmaas_weights * weights);
 /* Return the stream of the weights in files; NULL if there are none. */
 llmaas_stream * llmaas_weights_stream(const llmaas_weights * weights);
 
-/* Return whether some weight is not whole, or is biased, at this level; or whether graphs must be rewritten. */
+/* Return whether some weight's products are not plain at this level; or whether graphs must be rewritten. */
 bool llmaas_weights_are_cut(const llmaas_weights * weights, int32_t level);
 bool llmaas_weights_change(const llmaas_weights * weights, int32_t level);
 /* Return whether this is a child that was forked while another thread was changing entries. */
@@ -111,7 +114,16 @@ llmaas_extent llmaas_weight_extent(const llmaas_weight * weight, int32_t level);
 /* Return what is added to the weight's products at `level`, [rows of the weight]; NULL: nothing. */
 const float * llmaas_weight_biases(const llmaas_weight * weight, int32_t level);
 
-/* Append the product of `weight` at `level` in place of `node`, without biases. False: the weight is used whole and in
+/* Return the low-rank term of the weight's products at `level`; NULL: none. */
+const llmaas_adapter * llmaas_weight_adapter(const llmaas_weight * weight, int32_t level);
+/* Return whether all adapters fit the weight's tensor. */
+bool llmaas_weight_adapters_fit(const llmaas_weight * weight);
+/* Append a step that adds the adapter's term at `level`, if any, to `product`: the weight's MUL_MAT node that was appended
+ * last. */
+void llmaas_weight_adapt(
+    const llmaas_weight * weight, int32_t level, llmaas_graph * graph, const struct ggml_tensor * product);
+
+/* Append the product of `weight` at `level` in place of `node`, without biases or adapters. False: the weight is used whole and in
  * place, so keep `node`. */
 bool llmaas_weight_multiply(
     const llmaas_weight * weight, int32_t level, llmaas_graph * graph, struct ggml_tensor * node);

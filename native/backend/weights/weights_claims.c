@@ -22,23 +22,23 @@ static bool are_extents(const int64_t * extents, uint32_t n_levels) {
     return are;
 }
 
-/* Update the counts of weights for which graphs must be rewritten. */
-static void count_narrow(llmaas_weights * weights, llmaas_weight * weight) {
-    uint64_t narrow_levels = 0;
+void llmaas_weights_count_changed(llmaas_weights * weights, llmaas_weight * weight) {
+    uint64_t changed_levels = 0;
     for (uint32_t level = 0; level < LLMAAS_MAX_LEVELS; level++) {
         const int64_t  extent    = weight->extents[level < weight->n_levels ? level : weight->n_levels - 1];
-        const uint32_t is_narrow = extent != LLMAAS_ALL || (weight->biased_levels >> level & 1);
-        weights->n_narrow[level] += is_narrow - (uint32_t) (weight->narrow_levels >> level & 1);
-        narrow_levels |= (uint64_t) (weights->n_narrow[level] > 0) << level;
-        weight->narrow_levels = (weight->narrow_levels & ~(1ull << level)) | (uint64_t) is_narrow << level;
+        const uint32_t is_changed = extent != LLMAAS_ALL || (weight->biased_levels >> level & 1) ||
+                                    llmaas_weight_adapter(weight, (int32_t) level);
+        weights->n_changed[level] += is_changed - (uint32_t) (weight->changed_levels >> level & 1);
+        changed_levels |= (uint64_t) (weights->n_changed[level] > 0) << level;
+        weight->changed_levels = (weight->changed_levels & ~(1ull << level)) | (uint64_t) is_changed << level;
     }
-    weights->narrow_levels = narrow_levels;
+    weights->changed_levels = changed_levels;
 }
 
 static void set_extents(llmaas_weights * weights, llmaas_weight * weight, const int64_t * extents, uint32_t n_levels) {
     weight->n_levels = n_levels;
     memcpy(weight->extents, extents, n_levels * sizeof *extents);
-    count_narrow(weights, weight);
+    llmaas_weights_count_changed(weights, weight);
 }
 
 llmaas_status llmaas_weights_claim_part(
@@ -96,7 +96,7 @@ llmaas_status llmaas_weights_claim_biases(
         weight->n_bias_levels = n_levels;
         weight->n_biases      = n_rows;
         note_biased_levels(weight);
-        count_narrow(weights, weight);
+        llmaas_weights_count_changed(weights, weight);
     }
     llmaas_weights_end_change(weights);
     return copy ? LLMAAS_OK : is_new ? LLMAAS_ESPACE : LLMAAS_EINVAL;

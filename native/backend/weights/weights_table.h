@@ -33,8 +33,8 @@ struct llmaas_weights {
     size_t           n_capacity;
     llmaas_weight ** slots; /* open addressing by tensor; n_slots is a power of two, at most half full */
     size_t           n_slots;
-    uint32_t         n_narrow[LLMAAS_MAX_LEVELS]; /* by level: weights that are not whole, or are biased */
-    _Atomic uint64_t narrow_levels; /* bit l: there are such weights at level l */
+    uint32_t         n_changed[LLMAAS_MAX_LEVELS]; /* by level: weights whose products are not plain */
+    _Atomic uint64_t changed_levels; /* bit l: there are such weights at level l */
     bool             own_buffers;
     struct llmaas_weights_file * files;
     size_t           n_files;
@@ -48,6 +48,9 @@ struct llmaas_weights {
 /* Begin or end a change of entries, or of anything else the lock guards. Waits until no graph is being computed. */
 void llmaas_weights_begin_change(llmaas_weights * weights);
 void llmaas_weights_end_change(llmaas_weights * weights);
+
+/* Update the counts of weights whose products are not plain. Call after a change of the weight's claims. */
+void llmaas_weights_count_changed(llmaas_weights * weights, llmaas_weight * weight);
 
 /* Return the entry of this name, or NULL. Requires the lock, like all functions here. */
 llmaas_weight * llmaas_weights_by_name(const llmaas_weights * weights, const char * name);

@@ -54,6 +54,21 @@ LLMAAS_API llmaas_status llmaas_weights_set_part(
 LLMAAS_API llmaas_status llmaas_weights_claim_biases(
     llmaas_weights * weights, const char * name, const float * biases, uint32_t n_levels, uint32_t n_rows);
 
+/* A low-rank term of a weight's products at one level: the first n_rows values get B (A x), with the first n_columns of
+ * x. low_rank.h describes the matrices. */
+typedef struct llmaas_adapter {
+    uint32_t        rank; /* up to 64; 0: none at this level */
+    uint32_t        n_columns, n_rows;
+    const uint8_t * a;
+    const uint8_t * b; /* transposed */
+} llmaas_adapter;
+
+/* Add adapters[level] to the products of a weight with a claimed part. Levels beyond n_levels use the last adapter. The
+ * adapters are copied, and stay in memory. Call before any context of the model is created. EINVAL: n_levels is outside
+ * 1..64, a rank is too large, no part is claimed, or the weight already has adapters. ESPACE: out of memory. */
+LLMAAS_API llmaas_status llmaas_weights_claim_adapters(
+    llmaas_weights * weights, const char * name, const llmaas_adapter * adapters, uint32_t n_levels);
+
 /* Claim where a weight's bytes are, before the model is loaded. The weight must then be loaded into
  * llmaas_buffer_type().
  * tiles: separate copies in ggml-cpu's fastest layout, cut at the columns of the claimed part.
@@ -255,7 +270,8 @@ LLMAAS_API llmaas_status llmaas_engine_land(
     llmaas_engine * engine, llmaas_set_data set_data, void * ctx, int32_t sequence, const uint8_t * blob, uint64_t n_bytes,
     llmaas_landing * landings, uint32_t n_landings);
 
-/* Return the bytes of compute buffers that are reserved but not yet written: the process can still grow by these. */
+/* Return the bytes of compute buffers that are reserved but not yet written, and of copies of operands that larger graphs
+ * need: the process can still grow by these. */
 LLMAAS_API uint64_t llmaas_engine_untouched(llmaas_engine * engine);
 
 /* Return how many engines exist, or whether the backend is registered with ggml now. */

@@ -70,7 +70,8 @@ LLMAAS_API uint32_t llmaas_io_room(const llmaas_io * io);
 LLMAAS_API uint32_t llmaas_io_room_ahead(const llmaas_io * io);
 
 /* Start a read. It may not reach the kernel until the next poll or wait, which submit all started reads in one system
- * call. EINVAL: no room, zero bytes, n_needed above n_bytes, or an offset no file can have. */
+ * call. EINVAL: no room, zero bytes, n_needed above n_bytes, or an offset no file can have. ESPACE: out of memory in a
+ * forked child. A read that was not started is done, with an error. */
 LLMAAS_API llmaas_status llmaas_io_start(llmaas_io * io, llmaas_io_read * read);
 
 /* Mark the reads that are done by now; do not wait for others. */

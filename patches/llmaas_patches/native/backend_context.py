@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llmaas_hooks import forks
+from llmaas_hooks import ContextCreate, forks
 from llmaas_hooks.native import Activation, States
 from llmaas_patches.native.cells import Cells
 from llmaas_patches.native.claims import EXTENTS, are_extents, c_extents
@@ -30,12 +30,15 @@ class BackendContext:
     Attributes:
         ctx: Address of the ``llama_context``.
         model: Address of the ``llama_model``.
+        load: Record of how the model was opened; None if that was before the activation.
         is_sparse: Value of ``sparse_tokens``, for callers that ask for every token.
     """
 
-    def __init__(self, library: Library, engine: Any, ctx: int, model: int, table: Any) -> None:
+    def __init__(
+        self, library: Library, engine: Any, ctx: int, create: ContextCreate, table: Any
+    ) -> None:
         """Attach to ``engine``, which lives as long as the context, and to a weight ``table``."""
-        self.ctx, self.model = ctx, model
+        self.ctx, self.model, self.load = ctx, create.model, create.load
         self.is_sparse = False
         self._n_whole = 0
         self._table = table
@@ -159,7 +162,7 @@ class BackendContext:
         return Weights(self, self._library)
 
     def untouched_bytes(self) -> int:
-        """Return the reserved compute-buffer bytes that no graph has written."""
+        """Return the bytes by which graphs may still grow: reserved, but not yet written."""
         with self._alive() as engine:
             return int(self._library.lib.llmaas_engine_untouched(engine))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import ConfigError, PluginError, TensorInfo, WeightClaim
+from llmaas_hooks import ConfigError, LowRank, PluginError, TensorInfo, WeightClaim
 from llmaas_patches.native.library import Library
 
 __all__ = [
@@ -55,6 +55,14 @@ class Resolved:
         """Plugin to name in errors about this tensor."""
         owned = self.source or self.part
         return owned[0] if owned else "unknown"
+
+    def bare(self) -> Resolved:
+        """Return the claims without their arrays, which the table has copied."""
+        return Resolved(_bare(self.source), _bare(self.part))
+
+
+def _bare(owned: tuple[str, WeightClaim] | None) -> tuple[str, WeightClaim] | None:
+    return owned and (owned[0], replace(owned[1], biases=None, adapters=()))
 
 
 def tensor_places(library: Library, paths: Iterable[str]) -> dict[str, Place]:
@@ -127,21 +135,35 @@ def _matched(claim: WeightClaim, places: Mapping[str, Place]) -> list[str]:
     looked_up = [name for name in matched if claim.source == "tiles" and _is_looked_up(name)]
     if looked_up:
         raise ConfigError(f"{looked_up[0]} is looked up row by row, which tiles do not support")
-    if claim.biases is not None:
-        for name in matched:
-            _check_biases(name, places[name].info, len(claim.columns), claim.biases)
+    for name in matched:
+        _check_terms(name, places[name].info, claim)
     return matched
 
 
-def _check_biases(name: str, info: TensorInfo, n_levels: int, biases: NDArray[np.float32]) -> None:
-    _, n_rows, n_matrices = info.shape
-    if n_levels == 0 or n_matrices > 1:
-        raise ConfigError(f"{name} cannot have biases: expected columns of a single matrix")
-    if biases.shape != (n_levels, n_rows) or biases.dtype != np.float32:
-        raise ConfigError(
-            f"biases of {name}: expected float32 {n_levels, n_rows}, "
-            f"found {biases.dtype} {biases.shape}"
-        )
+def _check_terms(name: str, info: TensorInfo, claim: WeightClaim) -> None:
+    """Refuse biases and adapters that do not fit a tensor."""
+    n_columns, n_rows, n_matrices = info.shape
+    if claim.biases is not None:
+        if not claim.columns or n_matrices > 1:
+            raise ConfigError(f"{name} cannot have biases: expected columns of a single matrix")
+        expected, found = (len(claim.columns), n_rows), claim.biases
+        if found.shape != expected or found.dtype != np.float32:
+            raise ConfigError(
+                f"biases of {name}: expected float32 {expected}, found {found.dtype} {found.shape}"
+            )
+    if claim.adapters:
+        n_levels = len(claim.rows or claim.columns)
+        if len(claim.adapters) != n_levels or n_matrices > 1:
+            raise ConfigError(
+                f"{name} cannot have adapters of {len(claim.adapters)} levels: expected the "
+                f"{n_levels} levels of a part of a single matrix"
+            )
+        for one in filter(None, claim.adapters):
+            if not (one.is_sound() and one.n_columns <= n_columns and one.n_rows <= n_rows):
+                raise ConfigError(
+                    f"adapters of {name}: expected sound ones of at most {n_rows} rows and "
+                    f"{n_columns} columns, found {one.n_rows} and {one.n_columns}"
+                )
 
 
 def _claim(of: Resolved, plugin: str, claim: WeightClaim, name: str) -> None:
@@ -172,7 +194,7 @@ def fill_table(
     Raises:
         OSError: A file cannot be opened.
         ConfigError: A file's weights differ from the model's.
-        MemoryError: There is no memory for biases.
+        MemoryError: There is no memory for biases or adapters.
     """
     lib = library.lib
     others: dict[str, dict[str, Place]] = {}
@@ -184,6 +206,8 @@ def fill_table(
             lib.llmaas_weights_claim_part(table, key, int(not claim.rows), extents, len(extents))
             if claim.biases is not None:
                 _claim_biases(library, table, key, claim.biases)
+            if claim.adapters:
+                _claim_adapters(library, table, key, claim.adapters)
         if claimed.source and claimed.source[1].source == "tiles":
             lib.llmaas_weights_claim_tiles(table, key)
         elif claimed.source:
@@ -211,6 +235,21 @@ def _claim_biases(library: Library, table: Any, key: bytes, biases: NDArray[np.f
     values = ffi.from_buffer("float[]", np.ascontiguousarray(biases))
     if lib.llmaas_weights_claim_biases(table, key, values, *biases.shape) != 0:
         raise MemoryError(f"not enough memory for the biases of {key.decode()}")
+
+
+def _claim_adapters(
+    library: Library, table: Any, key: bytes, adapters: Sequence[LowRank | None]
+) -> None:
+    ffi, lib = library
+    values = ffi.new("llmaas_adapter[]", len(adapters))
+    arrays = []  # alive until they are copied
+    for value, one in zip(values, adapters, strict=True):
+        if one is not None:
+            value.rank, value.n_columns, value.n_rows = one.rank, one.n_columns, one.n_rows
+            arrays += [ffi.from_buffer("uint8_t[]", part) for part in (one.a, one.b)]
+            value.a, value.b = arrays[-2:]
+    if lib.llmaas_weights_claim_adapters(table, key, values, len(adapters)) != 0:
+        raise MemoryError(f"not enough memory for the adapters of {key.decode()}")
 
 
 def _claim_file(

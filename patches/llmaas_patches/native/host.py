@@ -12,6 +12,7 @@ from llama_cpp import llama_cpp
 
 from llmaas_hooks import (
     ConfigError,
+    ContextCreate,
     HookManager,
     IncompatibleError,
     ModelFile,
@@ -174,7 +175,7 @@ class NativeHost:
             raise MemoryError("not enough memory for a weight table")
         table = self._ffi.gc(table, self._lib.llmaas_weights_release)
         fill_table(self._library, table, claimed, places)
-        return _Model(table, claimed)
+        return _Model(table, {name: found.bare() for name, found in claimed.items()})
 
     def _edited(self, params: Any, model: _Model) -> tuple[Any, object]:
         """Return parameters with our overrides before the app's, and an object to keep alive."""
@@ -201,11 +202,11 @@ class NativeHost:
 
     # -- contexts -------------------------------------------------------------------------------
 
-    def create(self, model: int, params: Any, original: Callable[[Any], Any]) -> Any:
+    def create(self, create: ContextCreate, params: Any, original: Callable[[Any], Any]) -> Any:
         """Create a context on the native backend.
 
         Args:
-            model: Address of the model.
+            create: The context's model, and how it was opened.
             params: Copy of the app's parameters, which may be edited.
             original: Function that creates the context with the given parameters.
 
@@ -213,7 +214,7 @@ class NativeHost:
             PluginError: A claim on the model cannot be met in a graph, and either errors are to be
                 raised or the weights are where vanilla cannot use them.
         """
-        found = self._models.get(model)
+        found = self._models.get(create.model)
         own_buffers = found is not None and found.has_own_buffers
         if own_buffers and params.flash_attn_type == _FLASH_ATTENTION_AUTO:
             # "Auto" means "on" on a CPU. llama.cpp would turn it off here, because the device of
@@ -232,7 +233,8 @@ class NativeHost:
             table = self._ffi.NULL
             ctx, engine = self._creating(table, lambda: original(params))
         if ctx is not None and engine != self._ffi.NULL:
-            self._contexts[int(ctx)] = BackendContext(self._library, engine, int(ctx), model, table)
+            made = BackendContext(self._library, engine, int(ctx), create, table)
+            self._contexts[int(ctx)] = made
         return ctx
 
     def opened(self, ctx: int) -> None:

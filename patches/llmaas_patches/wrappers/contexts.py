@@ -37,12 +37,13 @@ def wrap_init_context(host: Host, original: Function) -> Function:
         create = ContextCreate(address(model), edited, load)
         host.hooks.context_create(create)
         n_spare = _add_cells(create, params)
-        ctx = _create(host, model, edited, original)
+        make = functools.partial(original, model)
+        ctx = _create(host, create, edited, make)
         if create.checks and not _accepted(host, create, ctx):
             if ctx is not None:
                 llama_cpp.llama_free(ctx)
             own, n_spare = type(params).from_buffer_copy(params), 0
-            ctx = _create(host, model, own, original)
+            ctx = _create(host, create, own, make)
         if ctx is not None:
             host.lifetimes.context_made(int(ctx), address(model))
             host.watch(int(ctx), int(params.n_seq_max), n_spare)
@@ -61,10 +62,10 @@ def _add_cells(create: ContextCreate, params: Any) -> int:
     return n_spare
 
 
-def _create(host: Host, model: Any, params: Any, original: Function) -> Any:
+def _create(host: Host, create: ContextCreate, params: Any, make: Function) -> Any:
     if host.native is None:
-        return original(model, params)
-    return host.native.create(address(model), params, functools.partial(original, model))
+        return make(params)
+    return host.native.create(create, params, make)
 
 
 def _opened(host: Host, ctx: Any) -> None:

@@ -198,8 +198,8 @@ def test_a_budget_that_is_too_small(made, capsys, machine):
         (["--sparsity", "half"], "half"),
         (["--context", "0"], "expected an integer from 1 on, found '0'"),
         (["--context", "1.5"], "1.5"),
-        (["--seconds", "inf"], "expected a number above 0, found 'inf'"),
-        (["--seconds", "soon"], "expected a number above 0, found 'soon'"),
+        (["--seconds", "inf"], "expected a number above 0, up to 1e+09, found 'inf'"),
+        (["--seconds", "soon"], "expected a number above 0, up to 1e+09, found 'soon'"),
     ],
 )
 def test_what_cannot_be_asked_for(made, capsys, options, message):

@@ -16,6 +16,8 @@ from llmaas_plugins.cli.main import main
 
 N_ROUNDS = 40
 NUMBERS = ("0", "-1", "1", "1e999", "nan", "", "9" * 30, "0x10", "٣", "1,", ",", "1.5", "x", "1%")
+ABSURD = (str(2**31), str(2**63), str(2**70), "9" * 5000, "-1", str(-(2**70)), "inf", "-inf", "nan")
+ABSURD += ("1e308", "-1e308", "1e999", "1e-320")
 TEXTS = ("", "-", "--", "a\nb", "\x1b[31m", "\udcff", "x" * 300, "%s", "{}", "../..", "é")
 LEFT_OUT = ("run", "serve", "demo")  # these run apps, llama_cpp.server, or minutes of work
 
@@ -76,6 +78,18 @@ def odd_arguments(rng, parser, places):
         n = 0 if action.nargs == 0 else rng.choice((1, 1, 1, 2)) if action.nargs == "*" else 1
         yield from action.option_strings[-1:]
         yield from (odd_value(rng, action, places) for _ in range(n))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_numbers_of_absurd_sizes_are_refused_by_every_option(path):
+    """Each option has its own limits; none takes a number that nothing later can hold."""
+    for action in COMMANDS[path]._actions:
+        for text in () if action.type in (None, Path, str.upper) else ABSURD:
+            try:
+                number = action.type(text)
+            except (argparse.ArgumentTypeError, ValueError):  # both become one line
+                continue
+            assert abs(number) < 2**63, (action.dest, text)
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)

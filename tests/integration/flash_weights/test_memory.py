@@ -92,7 +92,8 @@ import contextlib, io
 from llmaas_plugins.cli.main import main
 errors = io.StringIO()
 with contextlib.redirect_stderr(errors):
-    assert main(["flash", "plan", path, "--memory-budget", "20 MiB", "--context", "512"]) == 2
+    command = ["flash", "plan", path, "--memory-budget", "20 MiB", "--context", "N_CTX"]
+    assert main(command) == 2
 print(json.dumps(re.search(r"model needs (\\d+) MiB", errors.getvalue())[1]))
 """
 
@@ -102,8 +103,8 @@ message = None
 with activate({"on_error": "raise", "plugins": {"flash_weights": arena}}) as suite:
     forget_peak()
     try:
-        llama = Llama(path, n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False)
-        llama.eval(list(range(300, 811)))
+        llama = Llama(path, n_ctx=N_CTX, n_threads=1, n_threads_batch=1, verbose=False)
+        llama.eval([300 + i % 2000 for i in range(N_CTX - 1)])
         for _ in zip(range(8), llama.generate([1, 2, 3], temp=0.0)): pass
         llama.close()
     except Exception as error:
@@ -113,19 +114,40 @@ print(json.dumps([figures, peak() / MIB]))
 """
 
 
+def planned(path, n_ctx):
+    """Return the MiB that a model needs by the plan."""
+    return run(path, PRELUDE + PLAN.replace("N_CTX", str(n_ctx)))
+
+
+def open_at(path, budget, n_ctx):
+    """Return the figures of a refusal, or None if the model works with this budget; the peak."""
+    script = OPEN.replace("BUDGET", str(budget)).replace("N_CTX", str(n_ctx))
+    return run(path, PRELUDE + script)
+
+
 def test_plan_and_error_name_the_same_figure_and_it_works(small):
     """Both refusals name it: before the model is loaded, and when the context is made."""
-    planned = run(small, PRELUDE + PLAN)
+    expected = planned(small, 512)
     budgets = [20]
     for less in (12, 0):
-        (needed, figure), peak = run(small, PRELUDE + OPEN.replace("BUDGET", str(budgets[-1])))
-        assert needed == planned  # the process, which has other imports, is named beside it
+        (needed, figure), peak = open_at(small, budgets[-1], 512)
+        assert needed == expected  # the process, which has other imports, is named beside it
         budgets.append(int(figure) - less)
     assert budgets[1] == pytest.approx(budgets[2] - 12, abs=4)
     assert peak <= budgets[1]
-    figures, peak = run(small, PRELUDE + OPEN.replace("BUDGET", str(budgets[2])))
+    figures, peak = open_at(small, budgets[2], 512)
     assert figures is None
     assert budgets[2] - 24 < peak <= budgets[2]
+
+
+def test_the_figure_of_a_long_context_is_what_its_longest_prompt_takes(model):
+    """Scores of attention take most of it, and ggml's copy of them."""
+    (_, shortest), _ = open_at(model, 20, 512)
+    (needed, figure), _ = open_at(model, int(shortest), 4096)
+    assert needed == planned(model, 4096)
+    figures, peak = open_at(model, int(figure), 4096)
+    assert figures is None
+    assert 0.96 * int(figure) < peak <= int(figure)
 
 
 def test_a_second_model_that_cannot_be_met_changes_nothing(model):

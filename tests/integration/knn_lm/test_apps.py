@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
-from datastores import CONVERSATIONS, ENGINE, QUESTIONS, K, stored
-from llama_cpp import Llama
+from datastores import CONVERSATIONS, QUESTIONS, K, stored
+from mixed_requests import mixing_engine
 from served import wait_until
 
 from llmaas_hooks import serving_context
-from llmaas_plugins import activate
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.build.inbox import remember, waiting_files
@@ -25,16 +25,7 @@ OWNERS = ["mail", None, "notes", None, None, "mail"]
 def using(reference_model):
     """Return a function that activates for a store and makes an engine."""
 
-    @contextlib.contextmanager
-    def start(store, **table):
-        own = {"store": str(store), "k": K, "look_back": 0} | table
-        with (
-            activate({"on_error": "raise", "plugins": {"knn_lm": own}}) as suite,
-            contextlib.closing(Llama(str(reference_model), **ENGINE, n_ubatch=1)) as llama,
-        ):
-            yield suite, llama
-
-    return start
+    return functools.partial(mixing_engine, reference_model)
 
 
 def says(llama, app, n=12):

@@ -206,10 +206,12 @@ LAYOUTS = {
     "a list": lambda layout: "[1]",
     "infinite": lambda layout: json.dumps(layout | {"n_layer": float("inf")}),
     "too large": lambda layout: json.dumps(layout | {"n_layer": 10**30}),
-    "other rows": lambda layout: json.dumps(layout | {"k_row": [128] * 8}),
-    "other rows, rightly summed": lambda layout: summed(layout | {"k_row": [128] * 8}),
+    "other rows": lambda layout: json.dumps(layout | {"k_row": [128] * layout["n_layer"]}),
+    "other rows, rightly summed": lambda layout: summed(
+        layout | {"k_row": [128] * layout["n_layer"]}
+    ),
     "huge rows, rightly summed": lambda layout: summed(
-        layout | {"k_row": [1 << 20] * 8, "v_row": [1 << 20] * 8}
+        layout | dict.fromkeys(("k_row", "v_row"), [1 << 20] * layout["n_layer"])
     ),
     "many layers, rightly summed": lambda layout: summed(
         layout | {"n_layer": 1024, "k_row": [256] * 1024, "v_row": [256] * 1024}

@@ -57,8 +57,8 @@ def run(model, plugins, n_calls=12, own_files=None):
 
 
 @pytest.fixture(scope="module")
-def vanilla_peak(reference_model):
-    return run(reference_model, {}, 2)[0]
+def vanilla_peak(packaged_model):
+    return run(packaged_model, {}, 2)[0]
 
 
 def overhead(settings):
@@ -77,10 +77,10 @@ def overhead(settings):
         (8 * MIB, {"codec": "tolerance", "parked_tokens": N_CTX}),
     ],
 )
-def test_peak_memory(reference_model, tmp_path, vanilla_peak, budget, settings):
+def test_peak_memory(packaged_model, tmp_path, vanilla_peak, budget, settings):
     store = tmp_path / "kv"
     table = settings | {"ram_budget": budget, "store": str(store)}
-    peak, status = run(reference_model, {"kv_chunks": table}, own_files=store)
+    peak, status = run(packaged_model, {"kv_chunks": table}, own_files=store)
     report = status["kv_chunks"]
     assert report["restored_tokens"] > 5000
     assert report["ram_reclaimed"] > 0

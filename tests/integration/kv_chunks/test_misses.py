@@ -122,9 +122,9 @@ def test_adapters_are_told_apart(make, suite, loras):
     assert report(active)["restores"] == 0
 
 
-def test_changed_model_file_is_a_miss(reference_model, suite, tmp_path):
+def test_changed_model_file_is_a_miss(packaged_model, suite, tmp_path):
     path = tmp_path / "model.gguf"
-    shutil.copy(reference_model, path)
+    shutil.copy(packaged_model, path)
     active = suite()
 
     def one():

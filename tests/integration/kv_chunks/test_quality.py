@@ -14,6 +14,12 @@ from llmaas_plugins import activate
 N_LAST = 120
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, whose predictions the bounds are about."""
+    return packaged_model
+
+
 @pytest.fixture(scope="module")
 def texts(reference_model):
     with contextlib.closing(Llama(str(reference_model), vocab_only=True, verbose=False)) as llama:

@@ -7,6 +7,7 @@ import contextlib
 import llama_cpp
 import numpy as np
 import pytest
+from landing import opener
 from llama_cpp import Llama
 from restoring import cells, leave_ram, lose, path_of, position_after, restore, transfer_of
 from soak import scale
@@ -32,8 +33,7 @@ def make(request, reference_model):
 
 @pytest.fixture
 def make_one(reference_model):
-    settings = {"n_ctx": 256, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
-    return lambda: contextlib.closing(Llama(str(reference_model), **settings))
+    return opener(reference_model)
 
 
 def split(missing, n_tokens, n_batch):
@@ -141,7 +141,8 @@ def test_nothing_is_loaded_where_evaluating_everything_is_faster(make_one, suite
         assert np.array_equal(before, after)
 
 
-def test_costs_are_learned_from_use_and_outlive_the_process(make_one, suite):
+def test_costs_are_learned_from_use_and_outlive_the_process(packaged_model, suite):
+    make_one = opener(packaged_model)  # a light model's chunks are too small
     active = suite(recompute=True)
     with make_one() as llama:
         ask(llama, PROMPT, 1)
@@ -153,7 +154,8 @@ def test_costs_are_learned_from_use_and_outlive_the_process(make_one, suite):
             ask(llama, FOREIGN, 1)
             if transfer_of(active, llama)._profile.costs() is not None:
                 break
-        assert transfer_of(active, llama)._profile.costs().token > 0
+        costs = transfer_of(active, llama)._profile.costs()
+        assert max(costs[:3]) > 0  # which of them depends on noise
         ask(llama, [*PROMPT, *MORE], 1)  # saves
     active = suite(recompute=True)
     with make_one() as llama:

@@ -105,6 +105,12 @@ class Spares:
         return self.memory.n_bytes // self.memory.n * N_CTX
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, whose cells take enough memory."""
+    return packaged_model
+
+
 @pytest.fixture
 def make(make):
     return functools.partial(make, **ENGINE)

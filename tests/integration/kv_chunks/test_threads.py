@@ -48,11 +48,11 @@ def expected(reference_model):
 
 
 @pytest.mark.parametrize("budget", ["1 MiB", "64 MiB"])
-@pytest.mark.parametrize("shared", [False, True], ids=["own contexts", "same contexts"])
-def test_two_engines_in_two_threads(make, tmp_path, expected, budget, shared):
+@pytest.mark.parametrize("is_same", [False, True], ids=["own contexts", "same contexts"])
+def test_two_engines_in_two_threads(make, tmp_path, expected, budget, is_same):
     table = {"codec": "lossless", "ram_budget": budget, "store": str(tmp_path / "kv")}
     with activate({"on_error": "raise", "plugins": {"kv_chunks": table}}) as suite:
-        names = [list("abcd")] * 2 if shared else [["a", "b"], ["c", "d"]]
+        names = [list("abcd")] * 2 if is_same else [["a", "b"], ["c", "d"]]
         found = [{name: list(PROMPTS[name]) for name in mine} for mine in names]
         llamas = [make(), make()]
         problems = []

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+
 import fork_server
 import pytest
 from served import LLMAAS
 
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.serve import _settings
+
 pytest.importorskip("fastapi")
+
+from llama_cpp.server.settings import ModelSettings, ServerSettings
 
 
 def test_a_model_that_is_none(refused, tmp_path):
@@ -57,6 +65,28 @@ def test_another_model_configuration(refused, monkeypatch):
 )
 def test_mistakes(refused, options, message):
     assert message in refused(*options)
+
+
+def numbers():
+    """Yield the names of llama_cpp.server's options that are numbers."""
+    for settings in (ModelSettings, ServerSettings):
+        for name, field in settings.model_fields.items():
+            if re.search(r"\b(int|float)\b", str(field.annotation)):
+                yield name
+
+
+@pytest.mark.parametrize("value", [str(2**63), str(2**70), str(-(2**70)), "inf", "nan", "1e308"])
+@pytest.mark.parametrize("name", list(numbers()))
+def test_numbers_of_absurd_sizes(name, value):
+    args = argparse.Namespace(toy=True, verbose=False, server_help=False)
+    with pytest.raises(ConfigError, match=name):
+        _settings(args, [f"--{name}", value])
+
+
+def test_the_largest_numbers():
+    args = argparse.Namespace(toy=True, verbose=False, server_help=False)
+    _, model = _settings(args, ["--seed", str(2**32 - 1), "--n_threads", str(2**31 - 1)])
+    assert (model.seed, model.n_threads) == (2**32 - 1, 2**31 - 1)
 
 
 def test_a_misspelled_option_takes_one_line():

@@ -55,6 +55,7 @@ SIZES = ModelSizes(
     resident=10 * MIB,
     kv=16 * MIB,
     buffers=BUFFERS,
+    work=0,
     app=20 * MIB,
     channels=PARTS,
     dense=8 * MIB,
@@ -91,9 +92,25 @@ def test_sizes_of_a_model(tmp_path):
     assert all(part.n_layers == 3 and part.stride == part.n_bytes for part in found.channels)
     assert found.scales == 2 * 3 * (2 * 3 * 128 + 2 * 128 + 2 * 2 * 256 + 5 * 128)
     assert found.app == (8 << 20) + 400 * 256
-    of_attention, of_logits = 4 * 512 + 6 * WIDTH, 256 + 2 * WIDTH
+    of_attention, of_logits = 4 * 512 + 7 * WIDTH, 256 + 2 * WIDTH
     assert of_attention > of_logits
-    assert found.buffers == 4 * 512 * (512 + of_attention) * 9 // 8
+    assert found.buffers == 512 * (64 + 4 * (512 + of_attention))
+    assert found.work == 512 * 2 * 4 * 512  # scores of attention in 16 bits
+
+
+def test_flash_attention_needs_less(tmp_path):
+    tensors = tensors_of(write_model(tmp_path / "m.gguf", GGMLQuantizationType.Q4_0, 1))
+    found = sizes_of(tensors, Metadata(4, 1.0), 512, is_flash=True)
+    forward = 3 * N_FF + 4 * WIDTH
+    assert forward > 256 + 2 * WIDTH
+    assert found.buffers == 512 * (64 + 2 * 512 + 4 * forward)
+    assert found.work == 512 * N_FF * 5 // 4
+
+
+def test_cells_in_other_types(tmp_path):
+    tensors = tensors_of(write_model(tmp_path / "m.gguf", GGMLQuantizationType.Q4_0, 1))
+    found = sizes_of(tensors, Metadata(4, 1.0), 500, cell_bytes=2 * 34 / 32)
+    assert found.kv == 512 * 2 * N_KV * 34 // 32  # whole multiples of 256 cells
 
 
 def test_mins_take_as_much_memory_as_scales(tmp_path):
@@ -108,7 +125,7 @@ def test_mins_take_as_much_memory_as_scales(tmp_path):
 def test_a_short_contexts_batches_are_short(tmp_path):
     tensors = tensors_of(write_model(tmp_path / "m.gguf", GGMLQuantizationType.Q4_0, 1))
     found = sizes_of(tensors, Metadata(4, 1.0), 128)
-    assert found.buffers == 4 * 128 * (128 + 4 * 128 + 6 * WIDTH) * 9 // 8
+    assert found.buffers == 128 * (64 + 4 * (256 + 4 * 256 + 7 * WIDTH))
 
 
 def test_layers_of_a_group_are_further_apart(tmp_path):
@@ -167,7 +184,7 @@ def test_metadata_of_experts_and_of_heads_by_layer(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert metadata_of(tmp_path / "x.gguf") == Metadata(n_heads=12, expert_share=0.25)
+    assert metadata_of(tmp_path / "x.gguf") == Metadata(12, 0.25, n_used=2)
 
 
 # -- the engine ----------------------------------------------------------------------------------

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pytest
 from damages import FOREIGN, NO_FILES, each, flip
+from elastic_models import shuffled, write
 from forking import in_child
 from rewritten_models import write_split
 
 from llmaas_eval.families import write_family
 from llmaas_hooks import StoreError
+from llmaas_plugins.elastic.metadata import read_elastic
+from llmaas_plugins.elastic.prepared_file import replace_metadata
 from llmaas_plugins.files import digest_cache
 from llmaas_plugins.model import digest as model_digest
 from llmaas_plugins.model.digest import Digest, begin_digest, changed_in_place, files_now
+from llmaas_plugins.model.gguf_header import read_header
 
 PIECE = 1000
 
@@ -92,6 +98,55 @@ def test_a_file_named_like_a_split_is_one_file(path):
 
 
 # -- the file that was loaded ----------------------------------------------------------------------
+
+
+def test_a_models_digest_is_that_of_all_its_bytes(tmp_path):
+    """Stores of models that are not prepared stay valid."""
+    path = write_family("llama", tmp_path / "model.gguf")
+    content = path.read_bytes()
+    pieces = [content[at : at + PIECE] for at in range(0, len(content), PIECE)]
+    leaves = [blake2b(piece, digest_size=32, person=b"llmaas-piece").digest() for piece in pieces]
+    whole = len(content).to_bytes(8, "little") + b"".join(leaves)
+    assert digest(path) == blake2b(whole, digest_size=32, person=b"llmaas-file").hexdigest()
+
+
+def test_widths_of_levels_do_not_count(tmp_path):
+    source = write_family("llama", tmp_path / "model.gguf")
+    path = shuffled(source, tmp_path / "prepared.gguf")
+    found, before = digest(path), path.read_bytes()
+    elastic = read_elastic(path)
+    tables = {**elastic.tables, "searched": elastic.tables["uniform"]}
+    write(replace_metadata(path, dataclasses.replace(elastic, tables=tables)))
+    assert len(path.read_bytes()) > len(before)
+    assert set(read_elastic(path).tables) == {"uniform", "searched"}
+    assert digest(path) == found
+
+
+def test_all_other_bytes_of_a_prepared_file_count(tmp_path):
+    path = shuffled(write_family("llama", tmp_path / "model.gguf"), tmp_path / "prepared.gguf")
+    content, found = path.read_bytes(), {digest(path)}
+    header = read_header(path)
+    places = [tensor.at for tensor in header.tensors.values()]
+    places += [tensor.at + tensor.n_bytes - 1 for tensor in header.tensors.values()]
+    places += [header.spans["llama.block_count"][1] - 4, header.spans["llama.vocab_size"][1] - 4]
+    places += [header.spans["llama.context_length"][0] + 8, header.infos_at + 9]
+    if header.data_at > header.infos_end:
+        places.append(header.data_at - 1)
+    for at in places:
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        found.add(digest(path))
+    for other in (content + b"\0", content[:-1]):
+        path.write_bytes(other)
+        found.add(digest(path))
+    assert len(found) == len(set(places)) + 3
+
+
+def test_fields_of_similar_names_count(tmp_path):
+    path = shuffled(write_family("llama", tmp_path / "model.gguf"), tmp_path / "prepared.gguf")
+    content, found = path.read_bytes(), digest(path)
+    assert content.count(b"llmaas.elastic.groups") == 1
+    path.write_bytes(content.replace(b"llmaas.elastic.groups", b"llmaas.elastic_groups"))
+    assert digest(path) != found
 
 
 def replace(path):

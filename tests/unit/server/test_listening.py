@@ -12,9 +12,9 @@ import pytest
 from llmaas_hooks import ConfigError
 from llmaas_plugins.server.client import LLMClient
 from llmaas_plugins.server.listening import (
-    check_certificate,
     listening_on,
     listening_on_port,
+    tls_context,
 )
 
 
@@ -101,12 +101,12 @@ def test_addresses_that_there_are_not(host, port):
 
 
 def test_certificates(tmp_path):
-    check_certificate(None, None)
+    assert tls_context(None, None) is None
     for key in (None, str(tmp_path / "none.pem"), os.devnull):
         with pytest.raises(ConfigError, match="--ssl_certfile"):
-            check_certificate(key, str(tmp_path / "none.pem"))
+            tls_context(key, str(tmp_path / "none.pem"))
     with pytest.raises(ConfigError, match="--ssl_certfile"):
-        check_certificate(os.devnull, None)
+        tls_context(os.devnull, None)
 
 
 def test_addresses_are_in_the_form_that_clients_take(tmp_path):

@@ -6,15 +6,11 @@ import contextlib
 
 import numpy as np
 import pytest
-from datastores import ENGINE, QUESTIONS, K
-from llama_cpp import Llama, llama_cpp
-from mixed_requests import (
-    ONE_BY_ONE,
-    said,
-)
+from datastores import QUESTIONS
+from llama_cpp import llama_cpp
+from mixed_requests import ONE_BY_ONE, mixing_engine, said
 
 import llmaas_plugins
-from llmaas_plugins import activate
 
 
 def mixer_of(suite, llama):
@@ -45,11 +41,7 @@ class TestTrust:
         """Return the trust of a known text, evaluated at once by a fresh engine."""
         folder = tmp_path_factory.mktemp("expected")
         pairs.write(folder)
-        own = {"store": str(folder), "k": K, "look_back": 32}
-        with (
-            activate({"on_error": "raise", "plugins": {"knn_lm": own}}) as suite,
-            contextlib.closing(Llama(str(reference_model), **(ENGINE | ONE_BY_ONE))) as llama,
-        ):
+        with mixing_engine(reference_model, folder, look_back=32) as (suite, llama):
             return cls.weight(suite, llama, cls.KNOWN)
 
     def test_a_known_text_is_trusted_and_another_is_not(self, make, mixing, expected):

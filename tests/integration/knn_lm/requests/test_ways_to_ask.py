@@ -8,12 +8,12 @@ import itertools
 import json
 
 import pytest
-from datastores import ENGINE, QUESTIONS, K
-from llama_cpp import Llama
+from datastores import QUESTIONS, K
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from mixed_requests import (
     ONE_BY_ONE,
     Steps,
+    mixing_engine,
     said,
     tokens_of,
     watched,
@@ -23,7 +23,6 @@ from served import serving
 
 import llmaas_plugins
 from llmaas_hooks import serving_context
-from llmaas_plugins import activate
 
 
 class TestWaysToAsk:
@@ -35,11 +34,7 @@ class TestWaysToAsk:
         """Return replies of a plain engine with the datastore."""
         folder = tmp_path_factory.mktemp("replies")
         pairs.write(folder)
-        own = {"store": str(folder), "k": K, "look_back": 0}
-        with (
-            activate({"on_error": "raise", "plugins": {"knn_lm": own}}),
-            contextlib.closing(Llama(str(reference_model), **(ENGINE | ONE_BY_ONE))) as llama,
-        ):
+        with mixing_engine(reference_model, folder) as (_, llama):
             return [said(llama, question) for question in QUESTIONS]
 
     @pytest.fixture
