@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -18,10 +19,12 @@ from gguf import GGMLQuantizationType as Type
 from llmaas_eval.families import write_family
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_plugins.cli.elastic import prepare as elastic_prepare
-from llmaas_plugins.cli.elastic import score as elastic_score
+from llmaas_plugins.cli.elastic import preparing as elastic_preparing
+from llmaas_plugins.cli.elastic import text as elastic_text
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.elastic.metadata import order_in, read_elastic
+from llmaas_plugins.elastic.probing import TextLoss
 from llmaas_plugins.elastic.scores import read_scores
 from llmaas_plugins.elastic.uniform import anchors_of
 from llmaas_plugins.elastic.units import blocks_of
@@ -188,10 +191,10 @@ def test_a_text_has_a_least_length(original, tmp_path, elastic, monkeypatch, cap
     with pytest.raises(SystemExit):
         elastic("prepare", original, "--tokens", 5)
     assert "--tokens: expected 32 or more, found" in capfd.readouterr().err
-    monkeypatch.setattr(elastic_score, "_LEAST_TEXT", 33)
+    monkeypatch.setattr(elastic_text, "_LEAST_TEXT", 33)
     code, printed = elastic("score", original, "--tokens", 32, "-o", tmp_path / "x")
     assert (code, "expected at least 33" in printed) == (2, True)
-    assert not list(tmp_path.iterdir())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.progress"]  # the model's text
 
 
 def test_an_old_option_names_the_new_one(elastic, original, capfd):
@@ -232,23 +235,140 @@ def test_mistakes_are_said(original, folder, tmp_path, elastic):
     assert not list(folder.glob("*partial*"))
 
 
-def test_sigterm_leaves_nothing_behind(original, tmp_path, elastic, monkeypatch):
+def test_sigterm_leaves_the_uniform_file_and_what_was_found(
+    original, tmp_path, elastic, monkeypatch
+):
+    path = tmp_path / "x.gguf"
+
     def terminated(*_args):
-        assert list(tmp_path.glob(".x.gguf.*/ordered.gguf"))
+        assert set(read_elastic(path).tables) == {"uniform"}
         os.kill(os.getpid(), signal.SIGTERM)
 
     def unexpected(*_args):
         raise AssertionError("nobody took the signal")
 
-    monkeypatch.setattr(elastic_prepare, "tried", terminated)
+    monkeypatch.setattr(elastic_preparing, "searched", terminated)
     before = signal.signal(signal.SIGTERM, unexpected)
     try:
-        code, printed = elastic("prepare", original, "-o", tmp_path / "x.gguf")
+        code, printed = elastic("prepare", original, "-o", path, "--tokens", 64)
         assert signal.getsignal(signal.SIGTERM) is unexpected
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (code, "stopped; existing files are unchanged" in printed) == (143, True)
-    assert not list(tmp_path.iterdir())
+    assert (code, "stopped; run the same command again to continue" in printed) == (143, True)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"x.gguf", "x.gguf.progress"}
+    assert set(read_elastic(path).tables) == {"uniform"}
+
+
+KILLED = """
+import os, signal, sys
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.elastic import checkpoint
+checkpoint._EVERY_S = 0
+keep, left = checkpoint.Checkpoint.keep, int(sys.argv[1])
+def kept(self, results):
+    global left
+    keep(self, results)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.Checkpoint.keep = kept
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Return a Q8_0 model of two layers, which is searched within seconds."""
+    shape = Shape(n_layer=2, n_embd=64, n_head=4, n_head_kv=2, n_ff=256, n_ctx=512)
+    return write_random_model(tmp_path_factory.mktemp("small") / "model.gguf", shape, Type.Q8_0)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small, tmp_path_factory):
+    """Return the file that one run makes, with scores of its own."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    options = "--tokens", "64", "--scores", f"{folder}/scores.npz", "-o", f"{folder}/x.gguf"
+    assert main(["elastic", "prepare", str(small), *options]) == 0
+    assert {entry.name for entry in folder.iterdir()} == {"x.gguf", "scores.npz"}
+    return folder / "x.gguf"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_kept", [1, 2, 5, 7, 20])
+def test_a_killed_run_goes_on_and_ends_with_the_same_file(
+    small, uninterrupted, tmp_path, elastic, n_kept
+):
+    """It is killed after the text, a window's sums, layers, the uniform file, and some losses."""
+    path, scores = tmp_path / "x.gguf", tmp_path / "scores.npz"
+    options = "--tokens", 64, "--scores", scores, "-o", path
+    command = [sys.executable, "-c", KILLED, n_kept, "elastic", "prepare", small, *options]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "x.gguf.progress").is_file()
+    if path.exists():
+        assert set(read_elastic(path).tables) == {"uniform"}
+    assert path.exists() == (n_kept > 6)
+    code, printed = elastic("prepare", small, *options)
+    assert (code, "continuing at step" in printed) == (0, True), printed
+    assert path.read_bytes() == uninterrupted.read_bytes()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"x.gguf", "scores.npz"}
+
+
+def test_what_was_measured_is_not_measured_again(small, tmp_path, elastic, monkeypatch):
+    """A run that was stopped late evaluates no width again that it evaluated before."""
+    path = tmp_path / "x.gguf"
+    options = "--tokens", 64, "--scores", tmp_path / "scores.npz", "-o", path
+    n_measured, measure = [], TextLoss.measure
+
+    def stopped(self):
+        n_measured.append(1)
+        if len(n_measured) == 40:
+            raise KeyboardInterrupt
+        return measure(self)
+
+    monkeypatch.setattr(TextLoss, "measure", stopped)
+    assert elastic("prepare", small, *options)[0] == 130
+    elastic("prepare", small, *options)
+    n_all = len(n_measured)
+    path.unlink()
+    (tmp_path / "scores.npz").unlink()
+    n_measured[:] = [1] * 40
+    elastic("prepare", small, *options)
+    assert n_all == len(n_measured) - 40 + 1 + (40 - 1) % 2  # the stopped one, and its first part
+
+
+def test_another_model_begins_anew(small, original, tmp_path, elastic, monkeypatch):
+    path, scores = tmp_path / "x.gguf", tmp_path / "scores.npz"
+    options = "--tokens", 64, "--scores", scores, "-o", path
+    monkeypatch.setattr(elastic_preparing, "searched", lambda *_: os.kill(os.getpid(), 15))
+    assert elastic("prepare", small, *options)[0] == 143
+    monkeypatch.undo()
+    scores.unlink()
+    code, printed = elastic("prepare", original, *options, "--no-search")
+    assert (code, "continuing" in printed) == (0, False)
+    assert blocks_of(path) == blocks_of(original)
+
+
+def test_steps_are_announced_and_a_dry_run_writes_nothing(original, tmp_path, elastic):
+    path = tmp_path / "x.gguf"
+    options = "--tokens", 64, "--scores", tmp_path / "scores.npz", "-o", path
+    code, printed = elastic("prepare", original, *options, "--dry-run")
+    lines = printed.splitlines()
+    assert (code, list(tmp_path.iterdir())) == (0, [])
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split(":")[0] for line in steps] == [f"step {n} of 5" for n in range(1, 6)]
+    assert all(" about " in line for line in steps)
+    assert "measured" in printed or "estimated from a probe" in printed
+    assert any(line.startswith("memory: ") and "disk: " in line for line in lines)
+    code, printed = elastic("prepare", original, *options, "--dry-run", "--json")
+    report = json.loads(printed)
+    assert len(report["steps"]) == 5
+    assert min(step["seconds"] for step in report["steps"]) > 0
+    assert report["disk_bytes"] == 2 * original.stat().st_size
+    code, printed = elastic("prepare", original, *options, "--no-search", "--json")
+    report = json.loads(printed)
+    assert (report["path"], report["n_bytes"]) == (str(path), path.stat().st_size)
+    assert list(report["tables"]) == ["uniform"]
 
 
 def test_other_threads_leave_signals_alone():

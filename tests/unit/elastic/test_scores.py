@@ -191,7 +191,7 @@ def test_a_layers_loss_is_that_of_the_model_without_it(reference_model, blocks, 
         Evaluator(model.model, 1) as evaluator,
     ):
         (tokens,) = evaluator.windows(TEXT, 60)
-        losses = layer_losses(prober, evaluator, blocks, TEXT, 60)
+        losses = layer_losses(prober, evaluator, blocks, [tokens])
     assert losses.shape == (8,)
     full = surprise(reference_model, tokens)
     for layer in (1, 6):
