@@ -337,6 +337,36 @@ def test_what_was_measured_is_not_measured_again(small, tmp_path, elastic, monke
     assert n_all == len(n_measured) - 40 + 1 + (40 - 1) % 2  # the stopped one, and its first part
 
 
+PEAK = """
+import pathlib, sys
+from llmaas_plugins.cli.main import main
+code = main(sys.argv[1:])
+status = pathlib.Path("/proc/self/status").read_text()
+print("peak", status.split("VmHWM:")[1].split()[0], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def peak_bytes(model, folder):
+    """Return the peak memory of a preparation without search."""
+    options = "--tokens", "32", "--scores", folder / "scores.npz", "-o", folder / "x.gguf"
+    command = [sys.executable, "-c", PEAK, "elastic", "prepare", model, "--no-search", *options]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
+    return int(done.stderr.split("peak ")[1]) << 10
+
+
+@pytest.mark.slow
+def test_no_float32_copy_of_the_model_is_made(small, tmp_path):
+    """Memory grows with the file, and with one layer in float32."""
+    shape = Shape(n_layer=8, n_embd=512, n_head=8, n_head_kv=4, n_ff=4096, n_ctx=512)
+    model = write_random_model(tmp_path / "model.gguf", shape, Type.Q8_0)
+    n_bytes, layer = model.stat().st_size, 4 * 512 * (3 * 4096 + 3 * 512)
+    for folder in ("few", "many"):
+        (tmp_path / folder).mkdir()
+    more = peak_bytes(model, tmp_path / "many") - peak_bytes(small, tmp_path / "few")
+    assert n_bytes / 4 < more < n_bytes + layer + (48 << 20) < 4 * n_bytes * 32 / 34  # float32's
+
+
 def test_another_model_begins_anew(small, original, tmp_path, elastic, monkeypatch):
     path, scores = tmp_path / "x.gguf", tmp_path / "scores.npz"
     options = "--tokens", 64, "--scores", scores, "-o", path
