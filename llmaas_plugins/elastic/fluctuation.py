@@ -159,9 +159,12 @@ class _Sums:
         self.n_windows += 1
 
     def results(self) -> dict[str, NDArray[Any]]:
-        """Return the sums as results of a checkpoint."""
+        """Return copies of the sums, as results of a checkpoint.
+
+        A signal may come while the next window is added.
+        """
         about = np.concatenate([[self.n_windows], self.n_rows.ravel()])
-        return {"sums": about, "sums.heads": self.heads, "sums.neurons": self.neurons}
+        return {"sums": about, "sums.heads": self.heads.copy(), "sums.neurons": self.neurons.copy()}
 
     def moments(self) -> ChannelMoments:
         """Return means and variances.
@@ -191,8 +194,8 @@ def _kept(checkpoint: Checkpoint | None, blocks: Blocks) -> _Sums:
         return sums
     heads, neurons = checkpoint.get("sums.heads"), checkpoint.get("sums.neurons")
     if heads is not None and neurons is not None and heads.shape == sums.heads.shape:
-        sums.n_windows, sums.n_rows = int(about[0]), about[1:].reshape(2, -1)
-        sums.heads, sums.neurons = heads, neurons
+        sums.n_windows, sums.n_rows = int(about[0]), about[1:].reshape(2, -1).copy()
+        sums.heads, sums.neurons = heads.copy(), neurons.copy()
     return sums
 
 

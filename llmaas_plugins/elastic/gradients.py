@@ -99,7 +99,7 @@ def gradient_scores(  # noqa: PLR0913 -- of what, on what, how, and where it is 
     neurons = np.zeros((blocks.n_layers, blocks.n_ff))
     n_done, kept = 0, None if checkpoint is None else checkpoint.get(_RESULT)
     if kept is not None and kept.shape == (blocks.n_layers, blocks.n_groups + blocks.n_ff + 1):
-        groups, neurons = kept[:, : blocks.n_groups], kept[:, blocks.n_groups : -1]
+        groups, neurons = kept[:, : blocks.n_groups].copy(), kept[:, blocks.n_groups : -1].copy()
         n_done = int(kept[0, -1])
     step = _windows_at_once(decoder, tokens)
     for start in range(n_done, len(tokens), step):
