@@ -8,9 +8,10 @@ it (An et al. 2024, Eq 6).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import quants
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, LlmaasError, NativeContext, Tokens
 from llmaas_hooks.native import Activation, Moments
+from llmaas_plugins.elastic.checkpoint import Checkpoint
 from llmaas_plugins.elastic.units import Blocks, Calibration, Scores
 from llmaas_plugins.model.forward import Evaluator, Listener
 from llmaas_plugins.model.gguf_header import GGUFTensor, read_header
@@ -61,24 +63,35 @@ class Watcher(Listener):
     def moments(
         self,
         evaluator: Evaluator,
-        text: Tokens,
-        n_tokens: int,
+        windows: Sequence[Tokens],
         progress: Callable[[int], None] = lambda _n: None,
+        checkpoint: Checkpoint | None = None,
     ) -> ChannelMoments:
-        """Evaluate ``n_tokens`` tokens of a text and return the moments of the activations.
+        """Evaluate windows of a text and return the moments of the activations.
+
+        Args:
+            evaluator: Evaluator of the model.
+            windows: Windows of text, as ``Evaluator.cut`` returns them.
+            progress: Called with the number of tokens just evaluated.
+            checkpoint: Where sums are kept after each window, and where an earlier run kept them.
 
         Raises:
             LlmaasError: The engine has no hook point, or activations are not finite.
         """
         context, blocks = self.hook_point(evaluator), self._blocks
-        n_heads = blocks.n_groups * blocks.group_width
-        with (
-            _watch(context, "attn_result", blocks, n_heads) as heads,
-            _watch(context, "ffn_middle", blocks, blocks.n_ff) as neurons,
-        ):
-            for n_done in evaluator.evaluate(text, n_tokens):
-                progress(n_done)
-            return ChannelMoments(*_moments(heads, blocks), *_moments(neurons, blocks))
+        sums = _kept(checkpoint, blocks)
+        progress(sum(map(len, windows[: sums.n_windows])))
+        for window in windows[sums.n_windows :]:
+            with (
+                _watch(context, "attn_result", blocks, sums.heads.shape[-1]) as heads,
+                _watch(context, "ffn_middle", blocks, blocks.n_ff) as neurons,
+            ):
+                for tokens, _ in evaluator.read(window):
+                    progress(len(tokens))
+                sums.add(heads, neurons)
+            if checkpoint is not None:
+                checkpoint.keep(sums.results())
+        return sums.moments()
 
 
 def fluctuation_scores(
@@ -119,18 +132,71 @@ def _watch(context: NativeContext, what: Activation, blocks: Blocks, n_channels:
     return context.moments(what, channels)
 
 
-def _moments(of: Moments, blocks: Blocks) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return means and variances."""
-    n_rows, sums, squares = zip(*(of.read(i) for i in range(blocks.n_layers)), strict=True)
-    if not all(n_rows) or not np.isfinite(squares).all():
-        problem = "are not finite" if all(n_rows) else "do not pass the hook point in the engine"
-        raise LlmaasError(
-            f"the model cannot be calibrated: some inputs of its output matrices "
-            f"{problem}. Is the file damaged, or a layer on a GPU?"
-        )
-    n = np.array(n_rows)[:, None]
-    means = np.stack(sums) / n
-    return means, np.maximum(np.stack(squares) / n - means**2, 0)
+class _Sums:
+    """Sums of values and of their squares over windows.
+
+    Attributes:
+        n_windows: Number of windows.
+        n_rows: Numbers of summed rows of attention results and of neurons; ``(2, n_layers)``.
+        heads: Sums and sums of squares of attention results; ``(2, n_layers, n_channels)``.
+        neurons: Sums and sums of squares of the neurons' outputs; ``(2, n_layers, n_ff)``.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        n_layers = blocks.n_layers
+        self.n_windows, self.n_rows = 0, np.zeros((2, n_layers), np.int64)
+        self.heads = np.zeros((2, n_layers, blocks.n_groups * blocks.group_width))
+        self.neurons = np.zeros((2, n_layers, blocks.n_ff))
+
+    def add(self, *moments: Moments) -> None:
+        """Add the moments of one window: attention results, and neurons."""
+        for i, (sums, of) in enumerate(zip((self.heads, self.neurons), moments, strict=True)):
+            for layer in range(sums.shape[1]):
+                n, values, squares = of.read(layer)
+                self.n_rows[i, layer] += n
+                sums[0, layer] += values
+                sums[1, layer] += squares
+        self.n_windows += 1
+
+    def results(self) -> dict[str, NDArray[Any]]:
+        """Return copies of the sums, as results of a checkpoint.
+
+        A signal may come while the next window is added.
+        """
+        about = np.concatenate([[self.n_windows], self.n_rows.ravel()])
+        return {"sums": about, "sums.heads": self.heads.copy(), "sums.neurons": self.neurons.copy()}
+
+    def moments(self) -> ChannelMoments:
+        """Return means and variances.
+
+        Raises:
+            LlmaasError: Activations are not finite, or did not pass the hook point.
+        """
+        found: list[NDArray[np.float64]] = []
+        for n_rows, (sums, squares) in zip(self.n_rows, (self.heads, self.neurons), strict=True):
+            if not n_rows.all() or not np.isfinite(squares).all():
+                problem = "do not pass the hook point in the engine"
+                raise LlmaasError(
+                    "the model cannot be calibrated: some inputs of its output matrices "
+                    f"{'are not finite' if n_rows.all() else problem}. Is the file damaged, or a "
+                    "layer on a GPU?"
+                )
+            means = sums / n_rows[:, None]
+            found += [means, np.maximum(squares / n_rows[:, None] - means**2, 0)]
+        return ChannelMoments(*found)
+
+
+def _kept(checkpoint: Checkpoint | None, blocks: Blocks) -> _Sums:
+    """Return the sums of an earlier run, or new ones."""
+    sums = _Sums(blocks)
+    about = None if checkpoint is None else checkpoint.get("sums")
+    if checkpoint is None or about is None:
+        return sums
+    heads, neurons = checkpoint.get("sums.heads"), checkpoint.get("sums.neurons")
+    if heads is not None and neurons is not None and heads.shape == sums.heads.shape:
+        sums.n_windows, sums.n_rows = int(about[0]), about[1:].reshape(2, -1).copy()
+        sums.heads, sums.neurons = heads.copy(), neurons.copy()
+    return sums
 
 
 def _column_norms(content: NDArray[np.uint8], tensor: GGUFTensor) -> NDArray[np.float64]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.elastic.checkpoint import Checkpoint
 from llmaas_plugins.elastic.fluctuation import calibration_of
 from llmaas_plugins.elastic.torch_model import Decoder, Gates, Weights, Windows
 from llmaas_plugins.elastic.units import Scores
@@ -41,6 +42,7 @@ therefore unusual values.
 _LEAST_TOKENS = 3
 """Least length of a window: the first token, which is skipped, one more, and its successor."""
 
+_RESULT = "gradients"
 _KEPT_BYTES = 256 << 20
 """Most bytes of layer inputs to keep; more windows need a new pass over the weights."""
 
@@ -61,13 +63,14 @@ class Terms(NamedTuple):
     weights: Weights
 
 
-def gradient_scores(
+def gradient_scores(  # noqa: PLR0913 -- of what, on what, how, and where it is told
     path: Path,
     tokens: Windows,
     *,
     method: str = METHOD,
     seed: int = 0,
     progress: Callable[[float], None] = lambda _share: None,
+    checkpoint: Checkpoint | None = None,
 ) -> Scores:
     """Return the importance of a model's units for a text.
 
@@ -77,6 +80,7 @@ def gradient_scores(
         method: Name of a method in ``METHODS``.
         seed: Seed that chose the windows; it is recorded with the scores.
         progress: Called with the share that is done, up to 1.
+        checkpoint: Where sums are kept after every few windows, and where an earlier run kept them.
 
     Raises:
         ConfigError: The model cannot be elastic or computed here, the method is unknown, or the
@@ -93,10 +97,20 @@ def gradient_scores(
     blocks = decoder.blocks
     groups = np.zeros((blocks.n_layers, blocks.n_groups))
     neurons = np.zeros((blocks.n_layers, blocks.n_ff))
-    for i, terms in enumerate(loss_terms(decoder, tokens)):
-        groups[terms.layer] += reduce(terms.groups.double()).numpy()
-        neurons[terms.layer] += reduce(terms.neurons.double()).numpy()
-        progress((i + 1) / (blocks.n_layers * len(tokens)))
+    n_done, kept = 0, None if checkpoint is None else checkpoint.get(_RESULT)
+    if kept is not None and kept.shape == (blocks.n_layers, blocks.n_groups + blocks.n_ff + 1):
+        groups, neurons = kept[:, : blocks.n_groups].copy(), kept[:, blocks.n_groups : -1].copy()
+        n_done = int(kept[0, -1])
+    step = _windows_at_once(decoder, tokens)
+    for start in range(n_done, len(tokens), step):
+        some = tokens[start : start + step]
+        for i, terms in enumerate(_loss_terms(decoder, some, of_weights=False)):
+            groups[terms.layer] += reduce(terms.groups.double()).numpy()
+            neurons[terms.layer] += reduce(terms.neurons.double()).numpy()
+            progress((start + (i + 1) / blocks.n_layers) / len(tokens))
+        if checkpoint is not None:
+            n = np.full((blocks.n_layers, 1), start + len(some))
+            checkpoint.keep({_RESULT: np.concatenate([groups, neurons, n], axis=1)})
     calibration = calibration_of(tokens.ravel(), seed, tokens.size, method)
     return Scores(np.abs(groups), np.abs(neurons), calibration)
 
@@ -111,11 +125,15 @@ def loss_terms(decoder: Decoder, windows: Windows, *, of_weights: bool = False) 
         windows: Windows of the text; all tokens except each window's first are predicted.
         of_weights: Whether to leave the gradient of every weight in ``Terms.weights``, too.
     """
-    blocks, n_tokens = decoder.blocks, windows.shape[1] - 1
-    n_kept = (blocks.n_layers + 1) * n_tokens * blocks.n_embd * 4
-    step = max(1, _KEPT_BYTES // n_kept)
+    step = _windows_at_once(decoder, windows)
     for start in range(0, len(windows), step):
         yield from _loss_terms(decoder, windows[start : start + step], of_weights=of_weights)
+
+
+def _windows_at_once(decoder: Decoder, windows: Windows) -> int:
+    """Return for how many windows the inputs of all layers are kept at once."""
+    blocks, n_tokens = decoder.blocks, windows.shape[1] - 1
+    return max(1, _KEPT_BYTES // ((blocks.n_layers + 1) * n_tokens * blocks.n_embd * 4))
 
 
 def _loss_terms(decoder: Decoder, windows: Windows, *, of_weights: bool) -> Iterator[Terms]:

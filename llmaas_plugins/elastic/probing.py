@@ -1,9 +1,8 @@
-"""Measure the effect of widths on a loaded model: change of its predictions, and time per unit."""
+"""Measure the effect of widths on a loaded model's predictions."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -11,15 +10,13 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import LlmaasError, NativeContext, Tokens, WeightClaim, hookimpl
 from llmaas_plugins.elastic.parts import extents_of, part_claims
-from llmaas_plugins.elastic.searching import UnitTimes
 from llmaas_plugins.elastic.units import Blocks, Widths, all_units
 from llmaas_plugins.model.forward import Evaluator, log_softmax
 
-__all__ = ["Divergence", "Prober", "unit_times"]
+__all__ = ["Prober", "TextLoss"]
 
-_MOST_REFERENCE_BYTES = 256 << 20
-_ROUNDS = 9
-_PROMPT = 128
+NEXT_TOKEN_SHARE = 0.5
+_MOST_REFERENCE_BYTES = 128 << 20
 
 
 class Prober:
@@ -90,67 +87,54 @@ class Prober:
         return self._context
 
 
-class Divergence:
-    """Mean KL divergence of a text's next-token distributions from the initial ones."""
+class TextLoss:
+    """Loss of a loaded model on windows of text, at any widths.
 
-    def __init__(self, evaluator: Evaluator, text: Tokens, n_tokens: int) -> None:
-        """Record the initial distributions of at most ``n_tokens`` tokens of the text.
+    It is the KL divergence of next-token distributions from the initial ones, plus a share of the
+    loss of the text's own next tokens. A model that predicts a text badly may be better there with
+    fewer units; the divergence alone would keep them.
+    """
 
-        If the last window does not fit within ``n_tokens``, only its first tokens count.
+    def __init__(
+        self, evaluator: Evaluator, windows: Sequence[Tokens], share: float = NEXT_TOKEN_SHARE
+    ) -> None:
+        """Record the initial distributions, at most 128 MiB of them: later windows do not count.
+
+        Args:
+            evaluator: Evaluator of the model.
+            windows: Windows of text, as ``Evaluator.cut`` returns them.
+            share: Factor of the loss of next tokens.
         """
-        self._evaluator, self._text = evaluator, text
-        self._n_tokens = min(n_tokens, _MOST_REFERENCE_BYTES // (4 * evaluator.n_vocab))
-        self._expected = list(self._predictions())
+        self._evaluator, self._share = evaluator, share
+        n_most = max(_MOST_REFERENCE_BYTES // (2 * evaluator.n_vocab), 1)
+        sizes = np.cumsum([len(window) for window in windows])
+        self.windows = tuple(windows[: max(int(np.searchsorted(sizes, n_most, "right")), 1)])
+        self._expected: list[NDArray[np.float16]] = []
+        self._expected_nats: list[float] = []
+        for window in self.windows:
+            log_p = np.concatenate([log_softmax(rows) for _, rows in evaluator.read(window)])
+            p = np.exp(log_p)
+            self._expected.append(p.astype(np.float16))
+            self._expected_nats.append(float(np.vdot(p, log_p)))
 
     def measure(self) -> float:
-        """Return the current divergence in nats per token."""
-        pairs = zip(self._expected, self._predictions(), strict=True)
-        sums = [float((np.exp(p) * (p - q)).sum()) for p, q in pairs]
-        return sum(sums) / sum(map(len, self._expected))
+        """Return the current loss in nats per token, averaged over windows."""
+        return float(self.by_window().mean())
 
-    def _predictions(self) -> Iterator[NDArray[np.float32]]:
-        """Yield log probabilities."""
-        n_left = self._n_tokens
-        for _tokens, logits in self._evaluator.predict(self._text, self._n_tokens):
-            yield log_softmax(logits[:n_left])
-            n_left -= len(logits)
-            if n_left <= 0:
-                return
+    def by_window(self) -> NDArray[np.float64]:
+        """Return each window's current loss in nats per token; ``(n_windows,)``."""
+        return np.array([self._loss(i) for i in range(len(self.windows))])
 
-
-def unit_times(prober: Prober, evaluator: Evaluator, blocks: Blocks, text: Tokens) -> UnitTimes:
-    """Measure the time of units, as a share of the whole model's, averaged over prompt and token.
-
-    Widths alternate, so that other load on the machine affects all of them, and the shortest times
-    count. A busy machine may measure anything, so each unit counts at least half the time that its
-    share of bytes suggests.
-    """
-    full = prober.full
-    groups = np.full_like(full.groups, blocks.group_granule)
-    neurons = np.full_like(full.neurons, -(-blocks.n_ff // 4 // blocks.granule) * blocks.granule)
-    tried = full, Widths(groups, full.neurons), Widths(full.groups, neurons)
-    of_full, of_groups, of_neurons = np.min(
-        [[_times(prober, evaluator, widths, text) for widths in tried] for _ in range(_ROUNDS)],
-        axis=0,
-    )
-    n_groups, n_neurons = (full.groups - groups).sum(), (full.neurons - neurons).sum()
-    measured = UnitTimes(
-        float(np.mean(1 - of_groups / of_full)) / max(1, int(n_groups)),
-        float(np.mean(1 - of_neurons / of_full)) / max(1, int(n_neurons)),
-    )
-    return UnitTimes(
-        max(measured.group, float(np.mean(blocks.group_bytes)) / blocks.n_bytes / 2),
-        max(measured.neuron, float(np.mean(blocks.neuron_bytes)) / blocks.n_bytes / 2),
-    )
-
-
-def _times(
-    prober: Prober, evaluator: Evaluator, widths: Widths, text: Tokens
-) -> tuple[float, float]:
-    """Return the seconds of a prompt, and of a token."""
-    prober.set(widths)
-    started = time.perf_counter()
-    list(evaluator.evaluate(text[:_PROMPT], _PROMPT))
-    between = time.perf_counter()
-    list(evaluator.generate(1))
-    return between - started, time.perf_counter() - between
+    def _loss(self, i: int) -> float:
+        window, at = self.windows[i], 0
+        divergence, nats = self._expected_nats[i], 0.0
+        for _, logits in self._evaluator.read(window):
+            expected = self._expected[i][at : at + len(logits)]
+            largest = logits.max(axis=1)
+            normalizers = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=1))
+            divergence += float(normalizers.sum()) - float(np.vdot(expected, logits))
+            targets = window[at + 1 : at + 1 + len(logits)].astype(np.intp)
+            rows = np.arange(len(targets))
+            nats += float((normalizers[rows] - logits[rows, targets]).sum())
+            at += len(logits)
+        return divergence / len(window) + self._share * nats / max(len(window) - 1, 1)

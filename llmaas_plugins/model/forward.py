@@ -121,25 +121,45 @@ class Evaluator:
         Yield consecutive tokens, and the logits after each of them. Logits have the shape
         ``(n, n_vocab)`` and are valid until the next ones.
         """
-        for tokens in self._windows(text, n_tokens):
-            llama_cpp.llama_memory_clear(self._memory, True)
-            for at in range(0, len(tokens), self._n_batch):
-                part = tokens[at : at + self._n_batch]
-                places = range(at, at + len(part))
-                yield part, self._decode(part.tolist(), places, [0] * len(part))
+        for tokens in self.chosen(text, n_tokens):
+            yield from self.read(tokens)
+
+    def read(self, tokens: Tokens) -> Iterator[tuple[Tokens, NDArray[np.float32]]]:
+        """Evaluate tokens from position 0 on, at most a window of them.
+
+        Yield consecutive tokens, and the logits after each of them, as ``predict`` does.
+        """
+        llama_cpp.llama_memory_clear(self._memory, True)
+        for at in range(0, len(tokens), self._n_batch):
+            part = tokens[at : at + self._n_batch]
+            places = range(at, at + len(part))
+            yield part, self._decode(part.tolist(), places, [0] * len(part))
+
+    def cut(self, text: Tokens, length: int) -> list[Tokens]:
+        """Cut a text into windows of at most ``length`` tokens, each begun as a text is begun.
+
+        The last window is left out if it is less than half as long as the others.
+        """
+        start = self._start if llama_cpp.llama_vocab_get_add_bos(self._vocab) else []
+        n = min(length, self._length) - len(start)
+        parts = [text[at : at + n] for at in range(0, len(text), n)]
+        if len(parts) > 1 and len(parts[-1]) < n // 2:
+            parts.pop()
+        return [np.concatenate([np.array(start, np.int32), part]) for part in parts]
 
     def windows(self, text: Tokens, n_tokens: int) -> NDArray[np.int32]:
         """Return the windows that are evaluated, cut to the same length: ``(n_windows, n)``.
 
         A last window is left out if it is less than half as long as the others.
         """
-        windows = list(self._windows(text, n_tokens))
+        windows = list(self.chosen(text, n_tokens))
         if len(windows[-1]) < len(windows[0]) // 2:
             windows.pop()
         length = min(map(len, windows))
         return np.stack([window[:length] for window in windows])
 
-    def _windows(self, text: Tokens, n_tokens: int) -> Iterator[Tokens]:
+    def chosen(self, text: Tokens, n_tokens: int) -> Iterator[Tokens]:
+        """Yield the windows that ``predict`` evaluates."""
         start = self._start if llama_cpp.llama_vocab_get_add_bos(self._vocab) else []
         for window in _windows(text, n_tokens, self._length - len(start)):
             yield np.concatenate([np.array(start, np.int32), window])

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType
 
 from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError
+from llmaas_plugins.elastic.checkpoint import Checkpoint
 from llmaas_plugins.elastic.units import Calibration
 
 torch = pytest.importorskip("torch", reason="make test-train installs it")
@@ -79,6 +80,29 @@ def test_gradients_of_weights_are_there_on_request(path):
         assert layer.keys() == expected.keys()
         for name, values in expected.items():
             np.testing.assert_allclose(layer[name], values, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", ["qwen2"], indirect=True)
+def test_a_run_that_was_stopped_goes_on_and_ends_with_the_same_scores(path, monkeypatch, tmp_path):
+    monkeypatch.setattr(gradients, "_KEPT_BYTES", 1)  # one window at once
+    expected = gradients.gradient_scores(path, WINDOWS)
+    blocks, shares = torch_model.Decoder.block, []
+
+    def stopped(self, *args):
+        shares.append(args[0])
+        if len(shares) == 3 * 2 * self.blocks.n_layers - 1:  # in the last window
+            raise KeyboardInterrupt
+        return blocks(self, *args)
+
+    monkeypatch.setattr(torch_model.Decoder, "block", stopped)
+    with pytest.raises(KeyboardInterrupt), Checkpoint(tmp_path / "progress", "") as checkpoint:
+        gradients.gradient_scores(path, WINDOWS, checkpoint=checkpoint)
+    n_before = len(shares)
+    with Checkpoint(tmp_path / "progress", "") as checkpoint:
+        found = gradients.gradient_scores(path, WINDOWS, checkpoint=checkpoint)
+    assert len(shares) - n_before == 2 * torch_model.Decoder(path).blocks.n_layers  # one window
+    np.testing.assert_array_equal(found.groups, expected.groups)
+    np.testing.assert_array_equal(found.neurons, expected.neurons)
 
 
 def test_what_they_were_found_with_is_kept(path):

@@ -113,7 +113,7 @@ def _moments(measuring: Measuring, path: Path) -> ChannelMoments:
         loaded(path) as model,
         Evaluator(model, n_threads=1) as evaluator,
     ):
-        return watcher.moments(evaluator, text, len(text))
+        return watcher.moments(evaluator, list(evaluator.chosen(text, len(text))))
 
 
 def _magnitude(measuring: Measuring, name: str) -> list[Row]:

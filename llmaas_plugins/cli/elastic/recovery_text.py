@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.elastic.score import calibration_text
+from llmaas_plugins.cli.elastic.text import SEED
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.models import evaluator_of
+from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.files.file_bytes import as_store_error
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def recovery_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> N
         if args.text:
             text = np.concatenate([_tokens(path, model) for path in args.text])
         else:
-            text = _own(model, evaluator, n_tokens, folder)
+            text = _own(evaluator, n_tokens, folder)
         if not len(text):
             raise ConfigError("the text is empty. Give a longer text with `--text FILE`.")
         return evaluator.windows(text, n_tokens)
@@ -58,12 +59,13 @@ def recovery_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> N
 # -- internals -----------------------------------------------------------------------------------
 
 
-def _own(model: Any, evaluator: Evaluator, n_tokens: int, folder: Path) -> NDArray[np.int32]:
+def _own(evaluator: Evaluator, n_tokens: int, folder: Path) -> NDArray[np.int32]:
     """Return text that the model writes, from the folder if it is there."""
     path = folder / f"text-{n_tokens}.i32"
     kept = _read(path, n_tokens, evaluator.n_vocab)
     if kept is None:
-        kept = calibration_text(None, model, evaluator, n_tokens)
+        with progress_bar("text", "token", n_tokens) as bar:
+            kept = evaluator.say(n_tokens, SEED, bar.update)
         content = kept.astype("<i4").tobytes()
         partial = path.with_suffix(".partial")
         with as_store_error(f"cannot write {path}"):

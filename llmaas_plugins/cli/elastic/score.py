@@ -3,40 +3,57 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.files import check_target, content_of
+from llmaas_plugins.cli.elastic.text import (
+    N_TOKENS,
+    SEED,
+    Text,
+    add_calibration_options,
+    calibration_text,
+    check_calibration,
+    n_written_tokens,
+    text_digest,
+)
+from llmaas_plugins.cli.files import check_target
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action, evaluator_of
 from llmaas_plugins.cli.output import progress_bar
-from llmaas_plugins.model.loading import loaded
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from llmaas_hooks import Tokens
+    from llmaas_plugins.elastic.checkpoint import Checkpoint
     from llmaas_plugins.elastic.units import Blocks, Scores
     from llmaas_plugins.model.forward import Evaluator
 
 __all__ = [
-    "add_calibration_options",
+    "CONTINUE",
+    "SCORE",
+    "WRITE_TEXT",
     "add_score",
-    "calibration_text",
-    "check_text",
+    "checkpoint_of",
     "keep",
+    "n_scored_tokens",
     "score",
     "scored",
     "source_blocks",
+    "written_text",
 ]
 
-_N_TOKENS, _N_LOSS_TOKENS = 8192, 1024
-_LEAST_TOKENS, _LEAST_TEXT = 32, 16
-"""Fewest tokens to ask for, and fewest to accept: text from the model may end early."""
-_SEED = 0
+WRITE_TEXT, SCORE = "write text with the model", "score units"
+"""Names of steps."""
+CONTINUE = "run the same command again to continue"
+
+_N_LOSS_TOKENS = 256
+_LOSS_LENGTH = 64
+"""Length of the windows on which layers are left out: short ones, from more places."""
+
+Bar = Callable[[str, str, int], Any]
+"""Function that returns a progress bar, given its title, its unit and the total."""
 
 
 def add_score(actions: Any) -> None:
@@ -47,31 +64,13 @@ def add_score(actions: Any) -> None:
         score,
         "measure how much each head, neuron and layer of a model matters",
         "Measure how much a model's groups of query heads, neurons and layers matter, and write "
-        "these scores to MODEL.scores.npz beside it, or to --output. Scores come from gradients if "
-        "torch is installed (`pip install 'llmaas-plugins[train]'`), otherwise from the "
-        "fluctuation of values.",
+        "these scores to MODEL.scores.npz beside it, or to --output. Scores come from the "
+        "fluctuation of values, or from gradients with --gradients.",
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="output (default: MODEL.scores.npz)"
     )
     add_calibration_options(parser)
-
-
-def add_calibration_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for calibration text."""
-    parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="text for calibration (default: text that the model writes itself)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=_n_tokens,
-        metavar="N",
-        help=f"tokens of this text to use, {_LEAST_TOKENS} or more (default {_N_TOKENS}); "
-        "whole windows of 512 are used",
-    )
 
 
 def score(args: argparse.Namespace) -> int:
@@ -82,26 +81,86 @@ def score(args: argparse.Namespace) -> int:
     blocks, path = source_blocks(args.model), args.output or scores_path(args.model)
     check_target(path, "-o")
     check_is_another(args.model, path)
-    with stoppable("nothing was written"):
-        keep(args, path, scored(args, blocks))
+    check_calibration(args)
+    with stoppable(CONTINUE), checkpoint_of(args, path) as checkpoint:
+        text = written_text(args, checkpoint, progress_bar)
+        scores = scored(args, blocks, text, checkpoint, progress_bar)
+        print(keep(args, path, scores))
     return 0
 
 
-def scored(args: argparse.Namespace, blocks: Blocks) -> Scores:
-    """Compute the scores of a model, by gradients if possible."""
-    n_tokens = args.tokens or _N_TOKENS
-    windows, scores = _fluctuations(args, blocks, n_tokens)
-    try:
-        by_gradients = _gradients(args.model, windows)
-    except (ImportError, ConfigError) as error:
-        print(f"no gradients ({error}): scores come from fluctuation.")
-    else:
-        scores = replace(by_gradients, layers=scores.layers)
-    return scores
+def checkpoint_of(args: argparse.Namespace, target: Path, **options: object) -> Checkpoint:
+    """Open the checkpoint of a file that is being made.
+
+    Args:
+        args: Arguments of the command.
+        target: The file.
+        options: Options that change results, besides those of the calibration.
+    """
+    from llmaas_plugins.elastic.checkpoint import Checkpoint, checkpoint_path, fingerprint_of
+    from llmaas_plugins.model.digest import file_digest
+
+    fingerprint = fingerprint_of(
+        {
+            "model": file_digest(args.model),
+            "text": text_digest(args),
+            "tokens": args.tokens,
+            "gradients": args.gradients,
+            **options,
+        }
+    )
+    return Checkpoint(checkpoint_path(target), fingerprint)
 
 
-def keep(args: argparse.Namespace, path: Path, scores: Scores) -> None:
-    """Write a model's scores, and print a summary.
+def written_text(args: argparse.Namespace, checkpoint: Checkpoint, bar: Bar) -> Text:
+    """Return the calibration text, some of which the model writes."""
+    n_tokens = n_written_tokens(args)
+    with (
+        evaluator_of(args.model) as (model, evaluator),
+        bar(WRITE_TEXT, "token", n_tokens) as shown,
+    ):
+        return calibration_text(args, model, evaluator, checkpoint, shown.update)
+
+
+def n_scored_tokens(args: argparse.Namespace, blocks: Blocks) -> int:
+    """Return about how many tokens are read to compute scores, not counting gradients."""
+    n_tokens = args.tokens or N_TOKENS
+    return n_tokens + min(n_tokens, _N_LOSS_TOKENS) * (blocks.n_layers + 1)
+
+
+def scored(
+    args: argparse.Namespace, blocks: Blocks, text: Text, checkpoint: Checkpoint, bar: Bar
+) -> Scores:
+    """Compute the scores of a model, by gradients if these were requested."""
+    from llmaas_plugins.elastic.fluctuation import (
+        METHOD,
+        Watcher,
+        calibration_of,
+        fluctuation_scores,
+    )
+    from llmaas_plugins.elastic.layer_losses import layer_losses
+    from llmaas_plugins.elastic.probing import Prober
+
+    prober, watcher = Prober(blocks), Watcher(blocks)
+    with evaluator_of(args.model, prober=prober, watcher=watcher) as (_, evaluator):
+        n_tokens = args.tokens or N_TOKENS
+        windows = list(evaluator.chosen(text.tokens, n_tokens))
+        some = _loss_windows(text, evaluator, min(n_tokens, _N_LOSS_TOKENS))
+        total = sum(map(len, windows)) + sum(map(len, some)) * (blocks.n_layers + 1)
+        with bar(SCORE, "token", total) as shown:
+            moments = watcher.moments(evaluator, windows, shown.update, checkpoint)
+            losses = layer_losses(
+                prober, evaluator, blocks, some, progress=shown.update, checkpoint=checkpoint
+            )
+        equal = evaluator.windows(text.tokens, n_tokens)
+    if args.gradients:
+        return replace(_by_gradients(args.model, equal, checkpoint), layers=losses)
+    calibration = calibration_of(text.tokens, SEED, sum(map(len, windows)), METHOD)
+    return replace(fluctuation_scores(args.model, blocks, moments, calibration), layers=losses)
+
+
+def keep(args: argparse.Namespace, path: Path, scores: Scores) -> str:
+    """Write a model's scores, and return a summary.
 
     Raises:
         StoreError: The scores cannot be written.
@@ -110,32 +169,8 @@ def keep(args: argparse.Namespace, path: Path, scores: Scores) -> None:
 
     write_scores(path, scores, args.model)
     found = scores.calibration
-    said = args.text or "the model's own text"
-    print(f"{path}: scores by {found.method} on {found.n_tokens:,} tokens of {said}.")
-
-
-def check_text(args: argparse.Namespace) -> None:
-    """Check that a text is long enough, before anything takes minutes.
-
-    Raises:
-        ConfigError: The text is too short, or cannot be read.
-    """
-    if args.text is not None:
-        with loaded(args.model, is_vocab_only=True) as model:
-            _tokens(args.text, model)
-
-
-def calibration_text(path: Path | None, model: Any, evaluator: Evaluator, n_tokens: int) -> Tokens:
-    """Return a text's tokens, or as many tokens that the model writes itself.
-
-    Raises:
-        ConfigError: The text cannot be read, or is too short.
-    """
-    if path is not None:
-        return _tokens(path, model)
-    with progress_bar("text", "token", n_tokens) as bar:
-        text = evaluator.say(n_tokens, _SEED, bar.update)
-    return _long_enough(text, "the model wrote", "Give it a text with `--text FILE`.")
+    said = args.text or "the model's own text and packaged text"
+    return f"{path}: scores by {found.method} on {found.n_tokens:,} tokens of {said}."
 
 
 def source_blocks(model: Path) -> Blocks:
@@ -155,62 +190,22 @@ def source_blocks(model: Path) -> Blocks:
 # -- internals -----------------------------------------------------------------------------------
 
 
-def _fluctuations(
-    args: argparse.Namespace, blocks: Blocks, n_tokens: int
-) -> tuple[NDArray[np.int32], Scores]:
-    """Compute scores from fluctuation and losses of layers, which need the engine alone.
+def _loss_windows(text: Text, evaluator: Evaluator, n_tokens: int) -> tuple[Tokens, ...]:
+    """Return short windows of all texts in turn."""
+    from llmaas_plugins.elastic.calibration import parts_of
 
-    Return them after the text's windows.
-    """
-    from llmaas_plugins.elastic.fluctuation import (
-        METHOD,
-        Watcher,
-        calibration_of,
-        fluctuation_scores,
-    )
-    from llmaas_plugins.elastic.layer_losses import layer_losses
-    from llmaas_plugins.elastic.probing import Prober
-
-    prober, watcher = Prober(blocks), Watcher(blocks)
-    with evaluator_of(args.model, prober=prober, watcher=watcher) as (model, evaluator):
-        text = calibration_text(args.text, model, evaluator, n_tokens)
-        windows = evaluator.windows(text, n_tokens)
-        n_loss = min(n_tokens, _N_LOSS_TOKENS)
-        with progress_bar("units", "token", n_tokens) as bar:
-            moments = watcher.moments(evaluator, text, n_tokens, bar.update)
-        with progress_bar("layers", "token", n_loss * (blocks.n_layers + 1)) as bar:
-            losses = layer_losses(prober, evaluator, blocks, text, n_loss, progress=bar.update)
-    calibration = calibration_of(windows.ravel(), _SEED, windows.size, METHOD)
-    scores = fluctuation_scores(args.model, blocks, moments, calibration)
-    return windows, replace(scores, layers=losses)
+    texts = [evaluator.cut(one, _LOSS_LENGTH) for one in (text.own, *text.others.values())]
+    return parts_of(texts, n_tokens).search
 
 
-def _gradients(model: Path, windows: NDArray[np.int32]) -> Scores:
+def _by_gradients(model: Path, windows: Any, checkpoint: Checkpoint) -> Scores:
     from llmaas_plugins.elastic.gradients import gradient_scores
 
     with progress_bar("gradients", "%", 100) as bar:
         return gradient_scores(
-            model, windows, seed=_SEED, progress=lambda share: bar.update(100 * share - bar.n)
+            model,
+            windows,
+            seed=SEED,
+            progress=lambda share: bar.update(int(100 * share) - bar.n),
+            checkpoint=checkpoint,
         )
-
-
-def _tokens(path: Path, model: Any) -> Tokens:
-    """Return a text's tokens."""
-    import numpy as np
-
-    text = np.array(model.tokenize(content_of(path), False, False), np.int32)
-    return _long_enough(text, f"{path} has", "Give a longer text.")
-
-
-def _long_enough(text: Tokens, whose: str, then: str) -> Tokens:
-    if len(text) < _LEAST_TEXT:
-        raise ConfigError(
-            f"{whose} {len(text)} tokens, expected at least {_LEAST_TEXT} to compute scores. {then}"
-        )
-    return text
-
-
-def _n_tokens(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or int(text) < _LEAST_TOKENS:
-        raise argparse.ArgumentTypeError(f"expected {_LEAST_TOKENS} or more, found {text!r}")
-    return int(text)

@@ -2,147 +2,192 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmaas_plugins.cli.elastic.score import calibration_text
+import numpy as np
+
 from llmaas_plugins.cli.models import evaluator_of
-from llmaas_plugins.cli.output import progress_bar
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from llmaas_hooks import Tokens
+    from llmaas_plugins.cli.elastic.score import Bar
+    from llmaas_plugins.cli.elastic.text import Text
+    from llmaas_plugins.elastic.calibration import Parts
+    from llmaas_plugins.elastic.checkpoint import Checkpoint
     from llmaas_plugins.elastic.metadata import Elastic
-    from llmaas_plugins.elastic.units import Widths
+    from llmaas_plugins.elastic.probing import TextLoss
+    from llmaas_plugins.elastic.units import Blocks, Widths
+    from llmaas_plugins.model.forward import Evaluator
 
-__all__ = ["Text", "tried"]
+__all__ = ["FIT", "SEARCH", "fitted", "n_search_tokens", "searched"]
 
-_N_TOKENS = 1024
-"""Most tokens on which widths are evaluated."""
-_N_STEPS = 12
-"""Number of steps into which a layer's neurons are divided."""
+SEARCH, FIT = "search widths", "fit biases"
+"""Names of steps."""
 
-
-class Text(NamedTuple):
-    """Text on which widths are evaluated.
-
-    Attributes:
-        tokens: Tokens of the text.
-        n_tokens: Most tokens to use.
-    """
-
-    tokens: Tokens
-    n_tokens: int
-
-    def halves(self) -> tuple[Text, Text]:
-        """Split the text into one half for fitting and one for checking the fit."""
-        middle = len(self.tokens) // 2
-        first, second = self.tokens[:middle], self.tokens[middle:]
-        return Text(first, self.n_tokens), Text(second, self.n_tokens)
+_LEAST_TOKENS, _MOST_TOKENS = 384, 1024
+_MOST_PRODUCTS = 4.2e11
+"""Multiplications of an evaluation at most, which limits its tokens for a large model."""
+_N_WINDOWS, _LEAST_LENGTH = 16, 64
 
 
-def tried(args: argparse.Namespace, model: Path, elastic: Elastic) -> Elastic:
-    """Add searched widths and fitted biases to a prepared file's metadata, if requested.
+def n_search_tokens(blocks: Blocks, n_tokens: int) -> int:
+    """Return on how many tokens each candidate of the search is evaluated, at most."""
+    n_heads = blocks.n_groups * blocks.group_width
+    n_weights = blocks.n_layers * blocks.n_embd * (3 * blocks.n_ff + 2 * n_heads)
+    return min(n_tokens, max(_LEAST_TOKENS, min(_MOST_TOKENS, int(_MOST_PRODUCTS / n_weights))))
+
+
+def searched(  # noqa: PLR0913, PLR0917 -- a model, its text, and where progress is kept and shown
+    model: Path, elastic: Elastic, text: Text, n_tokens: int, checkpoint: Checkpoint, bar: Bar
+) -> Elastic:
+    """Add the table ``searched`` to a prepared file's metadata.
 
     Args:
-        args: Arguments of the command.
-        model: Model whose units are in order.
-        elastic: Metadata of the file so far.
+        model: The prepared file.
+        elastic: Its metadata.
+        text: Calibration text.
+        n_tokens: Most tokens on which widths are searched, and most on which they are judged.
+        checkpoint: Where losses are kept.
+        bar: Progress bar of the step.
     """
-    if not (args.is_searched or args.compensate):
-        return elastic
-    text = _text(args, model)
-    if args.is_searched:
-        print(
-            f"searching each layer's widths evaluates {text.n_tokens:,} tokens several hundred "
-            "times; --no-search leaves that out.",
-            flush=True,
+    from llmaas_plugins.elastic.probing import Prober
+    from llmaas_plugins.elastic.searching import Search, not_worse
+
+    blocks, prober = elastic.blocks, Prober(elastic.blocks)
+    with (
+        evaluator_of(model, prober=prober) as (_, evaluator),
+        bar(SEARCH, "%", 100) as shown,
+    ):
+        losses = _losses(evaluator, text, n_tokens)
+        known = _Known(checkpoint)
+
+        def loss_on(part: int) -> Callable[[Widths], float]:
+            def loss(widths: Widths) -> float:
+                prober.set(widths)
+                return sum(each.measure() for each in losses[part])
+
+            return known.first(loss)
+
+        search = Search(
+            blocks,
+            loss_on(0),
+            least=elastic.step,
+            progress=lambda share: shown.update(int(100 * share) - shown.n),
         )
-        tables = {**elastic.tables, "searched": _searched(model, elastic, text)}
-        elastic = replace(elastic, tables=tables)
-    if args.compensate:
-        elastic = replace(elastic, biases=_biases(model, elastic, text))
-    return elastic
+        found = not_worse(search, elastic.levels, elastic.tables["uniform"], loss_on(1))
+    return replace(elastic, tables={**elastic.tables, "searched": tuple(found)})
+
+
+def fitted(model: Path, elastic: Elastic, text: Text, n_tokens: int, bar: Bar) -> Elastic:
+    """Add biases to a prepared file's metadata, none for levels that they do not improve."""
+    from llmaas_plugins.elastic.compensation import biases_of
+    from llmaas_plugins.elastic.fluctuation import Watcher
+
+    blocks = elastic.blocks
+    found: dict[str, NDArray[np.float16]] = {}
+    watcher = Watcher(blocks)
+    with evaluator_of(model, watcher=watcher) as (_, evaluator):
+        own, others = _parts(evaluator, text, n_tokens)
+        moments = watcher.moments(evaluator, [*own.search, *others.search])
+    windows = [*own.judge, *others.judge]
+    with bar(FIT, "matrix", 2 * blocks.n_layers * len(elastic.tables)) as shown:
+        for name, table in elastic.tables.items():
+            biases = biases_of(model, blocks, table, moments, shown.update)
+            without = _divergences(model, elastic, name, windows)
+            with_them = _divergences(model, replace(elastic, biases={name: biases}), name, windows)
+            is_better = with_them < without
+            biases[~is_better] = 0
+            if is_better.any():
+                found[name] = biases
+    return replace(elastic, biases=found)
 
 
 # -- internals -----------------------------------------------------------------------------------
 
 
-def _text(args: argparse.Namespace, model: Path) -> Text:
-    """Return the text on which to evaluate widths."""
-    n_tokens = min(args.tokens or _N_TOKENS, _N_TOKENS)
-    with evaluator_of(model) as (opened, evaluator):
-        return Text(calibration_text(args.text, opened, evaluator, n_tokens), n_tokens)
+class _Texts(NamedTuple):
+    """Windows of text.
+
+    Attributes:
+        own: Text that the model wrote.
+        others: Other text, each in turn.
+    """
+
+    own: Parts
+    others: Parts
 
 
-def _searched(model: Path, elastic: Elastic, text: Text) -> tuple[Widths, ...]:
-    """Search the widths of each level."""
-    from llmaas_plugins.elastic.probing import Divergence, Prober, unit_times
-    from llmaas_plugins.elastic.searching import search
+def _parts(evaluator: Evaluator, text: Text, n_tokens: int) -> _Texts:
+    """Return as much text of the model's own as other text."""
+    from llmaas_plugins.elastic.calibration import Parts, parts_of
 
-    blocks, prober = elastic.blocks, Prober(elastic.blocks)
-    step = -(-blocks.n_ff // _N_STEPS // elastic.step) * elastic.step
-    with (
-        evaluator_of(model, prober=prober) as (_, evaluator),
-        progress_bar("widths", "%", 100) as bar,
-    ):
-        divergence = Divergence(evaluator, *text)
+    length = max(n_tokens // _N_WINDOWS, _LEAST_LENGTH)
+    others = [evaluator.cut(tokens, length) for tokens in text.others.values()]
+    if not len(text.own):
+        return _Texts(Parts((), ()), parts_of(others, n_tokens))
+    own = parts_of([evaluator.cut(text.own, length)], n_tokens // 2)
+    return _Texts(own, parts_of(others, n_tokens // 2))
 
-        def loss(widths: Widths) -> float:
-            prober.set(widths)
-            return divergence.measure()
 
-        found = search(
-            blocks,
-            elastic.levels,
-            loss,
-            unit_times(prober, evaluator, blocks, text.tokens),
-            step=step,
-            least=elastic.step,
-            progress=lambda left: bar.update(int(100 * (1 - left)) - bar.n),
+def _losses(evaluator: Evaluator, text: Text, n_tokens: int) -> tuple[list[TextLoss], ...]:
+    """Return the losses to search with, and those to judge with.
+
+    The model's own next tokens say nothing about its quality, so they do not count.
+    """
+    from llmaas_plugins.elastic.probing import NEXT_TOKEN_SHARE, TextLoss
+
+    own, others = _parts(evaluator, text, n_tokens)
+    return tuple(
+        [TextLoss(evaluator, windows, share) for windows, share in parts if windows]
+        for parts in (
+            ((own.search, 0.0), (others.search, NEXT_TOKEN_SHARE)),
+            ((own.judge, 0.0), (others.judge, NEXT_TOKEN_SHARE)),
         )
-    return tuple(found)
+    )
 
 
-def _biases(model: Path, elastic: Elastic, text: Text) -> Mapping[str, NDArray[np.float16]]:
-    """Fit biases for each table, zero for levels whose predictions they do not improve."""
-    from llmaas_plugins.elastic.compensation import biases_of
-    from llmaas_plugins.elastic.fluctuation import Watcher
+class _Known:
+    """Losses in the order in which a search asks for them, some of them from an earlier run.
 
-    blocks, found = elastic.blocks, {}
-    fitted, other = text.halves()
-    watcher = Watcher(blocks)
-    with evaluator_of(model, watcher=watcher) as (_, evaluator):
-        moments = watcher.moments(evaluator, *fitted)
-    for name, table in elastic.tables.items():
-        with progress_bar(f"biases, {name}", "matrix", 2 * blocks.n_layers) as bar:
-            biases = biases_of(model, blocks, table, moments, bar.update)
-        without = _divergences(model, elastic, name, other)
-        with_them = _divergences(model, replace(elastic, biases={name: biases}), name, other)
-        is_better = with_them < without
-        biases[~is_better] = 0
-        print(f"biases of {name}: kept for {is_better.sum()} of {len(table)} levels.")
-        if is_better.any():
-            found[name] = biases
-    return found
+    The search depends on nothing else, so it takes the same steps again, without evaluating.
+    """
+
+    _NAME = "losses"
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        kept = checkpoint.get(self._NAME)
+        self._checkpoint, self._losses = checkpoint, [] if kept is None else kept.tolist()
+        self._n_asked = 0
+
+    def first(self, loss: Callable[[Widths], float]) -> Callable[[Widths], float]:
+        """Return a function that evaluates ``loss`` only if the next loss is not known."""
+
+        def found(widths: Widths) -> float:
+            if self._n_asked == len(self._losses):
+                self._losses.append(loss(widths))
+                self._checkpoint.keep({self._NAME: np.array(self._losses)})
+            self._n_asked += 1
+            return float(self._losses[self._n_asked - 1])
+
+        return found
 
 
-def _divergences(model: Path, elastic: Elastic, table: str, text: Text) -> NDArray[np.float64]:
+def _divergences(
+    model: Path, elastic: Elastic, table: str, windows: list[Tokens]
+) -> NDArray[np.float64]:
     """Return each level's divergence from the predictions of the whole model."""
-    import numpy as np
-
-    from llmaas_plugins.elastic.probing import Divergence, Prober
+    from llmaas_plugins.elastic.probing import Prober, TextLoss
 
     prober = Prober(elastic.blocks, elastic.tables[table], elastic.biases_of(table))
     with evaluator_of(model, prober=prober) as (_, evaluator):
         prober.set_level(-1)
-        divergence, found = Divergence(evaluator, *text), []
+        loss, found = TextLoss(evaluator, windows, 0.0), []
         for level in range(len(elastic.levels)):
             prober.set_level(level)
-            found.append(divergence.measure())
+            found.append(loss.measure())
     return np.array(found)

@@ -15,10 +15,9 @@ import pytest
 from elastic_models import logits_of
 from gguf import GGMLQuantizationType as Type
 
-from llmaas_eval.families import write_family
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_plugins.cli.elastic import prepare as elastic_prepare
-from llmaas_plugins.cli.elastic import score as elastic_score
+from llmaas_plugins.cli.elastic import text as elastic_text
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.elastic.metadata import order_in, read_elastic
@@ -27,19 +26,6 @@ from llmaas_plugins.elastic.uniform import anchors_of
 from llmaas_plugins.elastic.units import blocks_of
 from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.model.quantize import WEIGHTS
-
-
-@pytest.fixture
-def elastic(capfd):
-    """Return a function that runs the command and returns its exit code and output or error."""
-
-    def run(*args):
-        capfd.readouterr()
-        code = main(["elastic", *map(str, args)])
-        printed = capfd.readouterr()
-        return code, printed.out if code == 0 else printed.err
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +39,6 @@ def folder(reference_model, tmp_path_factory):
         options = "--tokens", "256", "--no-search", "--keep-blocks"
         assert main(["elastic", "prepare", model, *options]) == 0
     return folder
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    """Return an unquantized model with scores."""
-    path = write_family("qwen2", tmp_path_factory.mktemp("f16") / "model.gguf", weights=Type.F16)
-    assert main(["elastic", "score", str(path), "--tokens", "64"]) == 0
-    return path
 
 
 def test_prepare_shows_what_it_made_and_restore_undoes_it(folder, elastic):
@@ -188,10 +166,10 @@ def test_a_text_has_a_least_length(original, tmp_path, elastic, monkeypatch, cap
     with pytest.raises(SystemExit):
         elastic("prepare", original, "--tokens", 5)
     assert "--tokens: expected 32 or more, found" in capfd.readouterr().err
-    monkeypatch.setattr(elastic_score, "_LEAST_TEXT", 33)
+    monkeypatch.setattr(elastic_text, "_LEAST_TEXT", 33)
     code, printed = elastic("score", original, "--tokens", 32, "-o", tmp_path / "x")
     assert (code, "expected at least 33" in printed) == (2, True)
-    assert not list(tmp_path.iterdir())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.progress"]  # the model's text
 
 
 def test_an_old_option_names_the_new_one(elastic, original, capfd):
@@ -230,25 +208,6 @@ def test_mistakes_are_said(original, folder, tmp_path, elastic):
         assert (code, reason in printed) == (2, True), printed
     assert not list(tmp_path.iterdir())
     assert not list(folder.glob("*partial*"))
-
-
-def test_sigterm_leaves_nothing_behind(original, tmp_path, elastic, monkeypatch):
-    def terminated(*_args):
-        assert list(tmp_path.glob(".x.gguf.*/ordered.gguf"))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def unexpected(*_args):
-        raise AssertionError("nobody took the signal")
-
-    monkeypatch.setattr(elastic_prepare, "tried", terminated)
-    before = signal.signal(signal.SIGTERM, unexpected)
-    try:
-        code, printed = elastic("prepare", original, "-o", tmp_path / "x.gguf")
-        assert signal.getsignal(signal.SIGTERM) is unexpected
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (code, "stopped; existing files are unchanged" in printed) == (143, True)
-    assert not list(tmp_path.iterdir())
 
 
 def test_other_threads_leave_signals_alone():

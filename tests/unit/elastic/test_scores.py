@@ -20,7 +20,14 @@ from llama_cpp import Llama
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins import activate
-from llmaas_plugins.elastic.fluctuation import ChannelMoments, calibration_of, fluctuation_scores
+from llmaas_plugins.elastic import fluctuation
+from llmaas_plugins.elastic.checkpoint import Checkpoint
+from llmaas_plugins.elastic.fluctuation import (
+    ChannelMoments,
+    Watcher,
+    calibration_of,
+    fluctuation_scores,
+)
 from llmaas_plugins.elastic.layer_losses import layer_losses
 from llmaas_plugins.elastic.probing import Prober
 from llmaas_plugins.elastic.scores import read_scores, write_scores
@@ -183,6 +190,68 @@ def test_fluctuation_is_variance_times_the_norms_of_columns(reference_model, blo
     assert found.calibration.n_tokens == 60
 
 
+class Stopping(Watcher):
+    """Watcher whose evaluator stops the run while a window's moments are added."""
+
+    def __init__(self, blocks, monkeypatch, n_reads):
+        super().__init__(blocks)
+        self.n_reads = 0
+
+        def add(sums, *moments):
+            for each in moments:
+                read = each.read
+
+                def stopping(layer, read=read):
+                    self.n_reads += 1
+                    if self.n_reads == n_reads:
+                        raise KeyboardInterrupt
+                    return read(layer)
+
+                each.read = stopping
+            added(sums, *moments)
+
+        added = fluctuation._Sums.add
+        monkeypatch.setattr(fluctuation._Sums, "add", add)
+
+
+@contextlib.contextmanager
+def watched(path, watcher):
+    """Yield an evaluator of a model that a watcher observes, and windows."""
+    with (
+        activate({"on_error": "raise"}, {"watcher": watcher}),
+        loaded(path) as model,
+        Evaluator(model.model, 1) as evaluator,
+    ):
+        yield evaluator, evaluator.cut(TEXT, 21)
+
+
+@pytest.mark.parametrize("n_reads", [1, 20, 24, 40])
+def test_sums_of_a_window_are_kept_whole_or_not_at_all(
+    reference_model, blocks, monkeypatch, tmp_path, n_reads
+):
+    """A window has 16 reads; the signal comes while the first, second or third is added."""
+    watcher = Watcher(blocks)
+    with watched(reference_model, watcher) as (evaluator, windows):
+        assert len(windows) == 3
+        expected = watcher.moments(evaluator, windows)
+    with monkeypatch.context() as patched:
+        watcher = Stopping(blocks, patched, n_reads)
+        with (
+            watched(reference_model, watcher) as (evaluator, windows),
+            pytest.raises(KeyboardInterrupt),
+            Checkpoint(tmp_path / "progress", "") as checkpoint,
+        ):
+            watcher.moments(evaluator, windows, checkpoint=checkpoint)
+    watcher = Watcher(blocks)
+    with (
+        watched(reference_model, watcher) as (evaluator, windows),
+        Checkpoint(tmp_path / "progress", "") as checkpoint,
+    ):
+        found = watcher.moments(evaluator, windows, checkpoint=checkpoint)
+    for name in ("head_means", "head_variances", "neuron_means", "neuron_variances"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
 def test_a_layers_loss_is_that_of_the_model_without_it(reference_model, blocks, tmp_path):
     prober = Prober(blocks)
     with (
@@ -191,7 +260,7 @@ def test_a_layers_loss_is_that_of_the_model_without_it(reference_model, blocks, 
         Evaluator(model.model, 1) as evaluator,
     ):
         (tokens,) = evaluator.windows(TEXT, 60)
-        losses = layer_losses(prober, evaluator, blocks, TEXT, 60)
+        losses = layer_losses(prober, evaluator, blocks, [tokens])
     assert losses.shape == (8,)
     full = surprise(reference_model, tokens)
     for layer in (1, 6):

@@ -1,0 +1,114 @@
+"""Estimates of what ``llmaas elastic prepare`` takes, from a short probe of this machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from llmaas_plugins.cli.files import folder_beside
+from llmaas_plugins.cli.models import evaluator_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmaas_plugins.elastic.units import Blocks
+    from llmaas_plugins.model.forward import Evaluator
+
+__all__ = ["N_PROBED", "Speeds", "probed"]
+
+N_PROBED = 64
+"""Tokens that the probe reads at each of two widths."""
+_N_WRITTEN = 16
+_N_BYTES, _N_ROWS = 32 << 20, 256
+
+
+class Speeds(NamedTuple):
+    """Measured times of a model on this machine.
+
+    Attributes:
+        read_s: Seconds to read a token with the whole model.
+        half_s: Seconds to read a token with half of the units.
+        write_s: Seconds to write a token, several sequences at once.
+        gradient_s: Seconds to compute gradients of a token's loss, guessed from ``read_s``.
+        store_s: Seconds to write a byte of a file.
+        requantize_s: Seconds to quantize every ``ffn_down`` again.
+    """
+
+    read_s: float
+    half_s: float
+    write_s: float
+    gradient_s: float
+    store_s: float
+    requantize_s: float
+
+
+def probed(model: Path, blocks: Blocks, target: Path) -> Speeds:
+    """Measure a model's speed on a few tokens, and a disk's on 32 MiB; this takes seconds."""
+    from llmaas_plugins.elastic.probing import Prober
+    from llmaas_plugins.elastic.units import Widths
+
+    prober = Prober(blocks)
+    half = Widths(
+        -(-prober.full.groups // (2 * blocks.group_granule)) * blocks.group_granule,
+        -(-prober.full.neurons // (2 * blocks.granule)) * blocks.granule,
+    )
+    with evaluator_of(model, prober=prober) as (_, evaluator):
+        read_s = _read_s(evaluator)
+        prober.set(half)
+        half_s = _read_s(evaluator)
+        prober.set(prober.full)
+        write_s = _timed(lambda: list(evaluator.generate(_N_WRITTEN))) / _N_WRITTEN
+    return Speeds(
+        read_s,
+        half_s,
+        write_s,
+        _GRADIENT_READS * read_s,
+        _store_s(target),
+        _requantize_s(model, blocks),
+    )
+
+
+_GRADIENT_READS = 6
+"""Products of a gradient's forward and backward passes, relative to reading, by float32."""
+
+
+def _read_s(evaluator: Evaluator) -> float:
+    """Return the seconds to read a token, the faster of two times."""
+    tokens = np.arange(N_PROBED, dtype=np.int32) % evaluator.n_vocab
+    return min(_timed(lambda: list(evaluator.read(tokens))) for _ in range(2)) / N_PROBED
+
+
+def _store_s(target: Path) -> float:
+    content = os.urandom(_N_BYTES)
+
+    def write() -> None:
+        with folder_beside(target) as folder, (folder / "probe").open("wb") as file:
+            file.write(content)
+            os.fsync(file.fileno())
+
+    return _timed(write) / _N_BYTES
+
+
+def _requantize_s(model: Path, blocks: Blocks) -> float:
+    """Return the seconds to quantize all of ``ffn_down`` again, from some rows of one layer."""
+    from gguf import quants
+
+    from llmaas_plugins.model.gguf_header import read_header
+
+    tensor = read_header(model).tensors["blk.0.ffn_down.weight"]
+    content = np.memmap(
+        model, np.uint8, "r", tensor.at, (tensor.n_rows, tensor.n_bytes // tensor.n_rows)
+    )
+    rows = content[:_N_ROWS]
+    seconds = _timed(lambda: quants.quantize(quants.dequantize(rows, tensor.type), tensor.type))
+    return seconds * tensor.n_rows / len(rows) * blocks.n_layers
+
+
+def _timed(do: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    do()
+    return time.perf_counter() - started
