@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,13 +90,8 @@ def check_calibration(args: argparse.Namespace) -> None:
     if args.text is not None:
         with loaded(args.model, is_vocab_only=True) as model:
             _given(args.text, model)
-    if args.gradients:
-        try:
-            import torch  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"--gradients needs torch ({error}): `pip install 'llmaas-plugins[train]'`."
-            ) from error
+    if args.gradients and find_spec("torch") is None:
+        raise ConfigError("--gradients needs torch: `pip install 'llmaas-plugins[train]'`.")
 
 
 def text_digest(args: argparse.Namespace) -> str:
