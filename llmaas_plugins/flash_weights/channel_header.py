@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,10 @@ __all__ = [
     "CHANNEL_FILE",
     "MODEL",
     "MOST_GROUP_LAYERS",
+    "Contents",
+    "Distilled",
     "contents_of",
+    "distilled_in",
     "group_order",
     "header_of",
     "is_permutation",
@@ -34,13 +37,56 @@ _FORMAT, _GROUP_LAYERS = "llmaas.format", "llmaas.channels.group_layers"
 _LAYERS, _FAMILIES = "llmaas.channels.layers", "llmaas.channels.families"
 _QUANTILES, _ACTIVITY = "llmaas.channels.quantiles", "llmaas.channels.activity"
 _BITS = "llmaas.channels.bits"
+_DISTILLED, _TOKENS = "llmaas.channels.distilled", "llmaas.channels.distilled_tokens"
+_SPARSITIES = "llmaas.channels.distilled_sparsities"
 
 _T = TypeVar("_T", int, float, str)
 Quantiles = Mapping[OperandKey, NDArray[np.float32]]
+"""Quantiles of the magnitudes that each operand reads, at ``SPARSITIES``."""
+
+
+class Distilled(NamedTuple):
+    """How the matrices of a channel file were distilled.
+
+    Attributes:
+        digest: Digest of the matrices, 32 hexadecimal digits.
+        n_tokens: Tokens that they were trained on.
+        sparsities: Least and largest sparsity in training.
+    """
+
+    digest: str
+    n_tokens: int
+    sparsities: tuple[float, float]
+
+    def __str__(self) -> str:
+        """Describe the training in a few words."""
+        least, most = (f"{100 * each:.0f}" for each in self.sparsities)
+        share = f"{most} %" if least == most else f"{least} to {most} %"
+        return f"distilled on {self.n_tokens:,} tokens at {share} sparsity"
+
+
+class Contents(NamedTuple):
+    """Contents of a channel file.
+
+    Attributes:
+        group_layers: Layers of a group.
+        groups: Groups in file order.
+        quantiles: Quantiles of each operand.
+        distilled: How the matrices were distilled; None if they are the model's.
+    """
+
+    group_layers: int
+    groups: list[Group]
+    quantiles: Quantiles
+    distilled: Distilled | None
 
 
 def header_of(
-    model: str, groups: Sequence[Group], group_layers: int, calibration: Calibration
+    model: str,
+    groups: Sequence[Group],
+    group_layers: int,
+    calibration: Calibration,
+    distilled: Distilled | None = None,
 ) -> ContainerHeader:
     """Return the header for a file.
 
@@ -58,7 +104,8 @@ def header_of(
         if not is_permutation(order, group.n_channels):
             raise ValueError(f"{group.name} was calibrated with other channels")
         hashed.update(order.tobytes())
-    return _header(model, groups, group_layers, quantiles, hashed.hexdigest())
+    contents = Contents(group_layers, list(groups), quantiles, distilled)
+    return _header(model, contents, hashed.hexdigest())
 
 
 def group_order(group: Group, calibration: Calibration) -> NDArray[np.int32]:
@@ -66,10 +113,8 @@ def group_order(group: Group, calibration: Calibration) -> NDArray[np.int32]:
     return channel_order([calibration[operand] for operand in group.operands])
 
 
-def contents_of(
-    header: ContainerHeader, tensors: Mapping[str, TensorInfo]
-) -> tuple[int, list[Group], Quantiles]:
-    """Return the layers per group, the groups, and each operand's quantiles.
+def contents_of(header: ContainerHeader, tensors: Mapping[str, TensorInfo]) -> Contents:
+    """Return the contents of a file with this header.
 
     Raises:
         ValueError: The header does not belong to a channel file of such a model.
@@ -82,14 +127,14 @@ def contents_of(
     if {key_of(one) for group in groups for one in group.operands} != quantiles.keys():
         raise ValueError("its operands differ from the model's")
     model, activity = str(fields.get(MODEL)), str(fields.get(_ACTIVITY))
-    if header != _header(model, groups, group_layers, quantiles, activity):
+    contents = Contents(group_layers, groups, quantiles, distilled_in(fields))
+    if header != _header(model, contents, activity):
         raise ValueError("its tensors differ from the model's")
-    return group_layers, groups, quantiles
+    return contents
 
 
-def _header(
-    model: str, groups: Sequence[Group], group_layers: int, quantiles: Quantiles, activity: str
-) -> ContainerHeader:
+def _header(model: str, contents: Contents, activity: str) -> ContainerHeader:
+    group_layers, groups, quantiles, distilled = contents
     keys = [key_of(operand) for group in groups for operand in group.operands]
     pieces = itertools.chain(*(pieces for group in groups for pieces in group.pieces))
     fields: dict[str, Value] = {
@@ -102,8 +147,29 @@ def _header(
         _ACTIVITY: activity,
         _BITS: tuple(piece.n_bits for piece in pieces),
     }
+    if distilled is not None:
+        fields |= {
+            _DISTILLED: distilled.digest,
+            _TOKENS: distilled.n_tokens,
+            _SPARSITIES: tuple(np.float32(each).item() for each in distilled.sparsities),
+        }
     parts = itertools.chain(*(group.parts for group in groups))
     return ContainerHeader(CHANNEL_FILE.architecture, fields, tuple(parts))
+
+
+def distilled_in(fields: Mapping[str, Value]) -> Distilled | None:
+    """Return how a file's matrices were distilled; None if they are the model's.
+
+    Raises:
+        ValueError: The record is incomplete.
+    """
+    if _DISTILLED not in fields:
+        return None
+    digest, n_tokens = fields[_DISTILLED], fields.get(_TOKENS)
+    sparsities = _array(fields.get(_SPARSITIES), float)
+    if not isinstance(digest, str) or not isinstance(n_tokens, int) or len(sparsities) != 2:
+        raise ValueError("its record of the distillation is incomplete")
+    return Distilled(digest, n_tokens, (sparsities[0], sparsities[1]))
 
 
 def _quantiles_in(fields: Mapping[str, Value]) -> Quantiles:

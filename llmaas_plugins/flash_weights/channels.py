@@ -26,6 +26,7 @@ from llmaas_plugins.flash_weights.channel_header import (
     CHANNEL_FILE,
     MODEL,
     MOST_GROUP_LAYERS,
+    Distilled,
     contents_of,
     group_order,
     header_of,
@@ -39,7 +40,7 @@ from llmaas_plugins.flash_weights.channel_layout import (
     key_of,
 )
 from llmaas_plugins.flash_weights.columns import Scales, pack_columns
-from llmaas_plugins.flash_weights.container_file import ContainerFile
+from llmaas_plugins.flash_weights.container_file import Bytes, ContainerFile
 from llmaas_plugins.flash_weights.container_writer import Step, write_container
 from llmaas_plugins.flash_weights.model_weights import ModelWeights, digest_of
 from llmaas_plugins.flash_weights.operands import Operand
@@ -48,6 +49,7 @@ __all__ = [
     "CHANNEL_FILE",
     "ChannelFile",
     "Channels",
+    "Distillation",
     "channel_path",
     "open_channels",
     "open_scales",
@@ -95,12 +97,26 @@ class ChannelFile(NamedTuple):
         stamp: State of the file when it was read.
         group_layers: Number of layers that share records.
         operands: Channels by layer and family.
+        distilled: How the matrices were distilled; None if they are the model's.
     """
 
     path: Path
     stamp: FileStamp
     group_layers: int
     operands: dict[OperandKey, Channels]
+    distilled: Distilled | None
+
+
+class Distillation(NamedTuple):
+    """Distilled matrices for a channel file.
+
+    Attributes:
+        about: How they were distilled.
+        read: Function of a matrix's name that returns its type and shape, and its bytes.
+    """
+
+    about: Distilled
+    read: Callable[[str], tuple[TensorInfo, Bytes]]
 
 
 def channel_path(model: str | os.PathLike[str]) -> Path:
@@ -108,13 +124,14 @@ def channel_path(model: str | os.PathLike[str]) -> Path:
     return Path(model).with_suffix(".channels")
 
 
-def write_channels(
+def write_channels(  # noqa: PLR0913 -- model, target, and what is written
     model: Path,
     path: Path,
     tensors: Mapping[str, TensorInfo],
     calibration: Calibration,
     *,
     group_layers: int = 1,
+    distillation: Distillation | None = None,
 ) -> Iterator[int]:
     """Write the channel file of a model, replacing an existing one.
 
@@ -126,6 +143,7 @@ def write_channels(
         tensors: Tensors of the model.
         calibration: Calibration of the operands to write.
         group_layers: Consecutive layers whose channels are read at once.
+        distillation: Matrices to write instead of the model's; None writes the model's.
 
     Yields:
         Bytes of the model that are done.
@@ -143,8 +161,9 @@ def write_channels(
             "and models with other matrix names than Llama's are not supported."
         )
     with ModelWeights(model) as weights:
-        header = header_of(weights.digest, groups, group_layers, calibration)
-        steps = (_step(group, weights, tensors, calibration) for group in groups)
+        about, read = distillation or (None, lambda name: (tensors[name], weights.read(name)))
+        header = header_of(weights.digest, groups, group_layers, calibration, about)
+        steps = (_step(group, read, tensors, calibration) for group in groups)
         yield from write_container(path, header, weights.unchanged(steps))
 
 
@@ -174,12 +193,12 @@ def open_channels(
                 f"`{CHANNEL_FILE.command} {model}` again, or remove it."
             )
         try:
-            group_layers, groups, quantiles = contents_of(file.header, tensors)
+            group_layers, groups, quantiles, distilled = contents_of(file.header, tensors)
         except ValueError as error:
             raise file.damaged(error) from error
         found = itertools.chain(*(_read_group(file, group, quantiles) for group in groups))
         operands = {key_of(one.operand): one for one in found}
-        return ChannelFile(path, file.stamp, group_layers, operands)
+        return ChannelFile(path, file.stamp, group_layers, operands, distilled)
 
 
 @contextlib.contextmanager
@@ -202,7 +221,7 @@ def open_scales(file: ChannelFile) -> Iterator[Callable[[Piece], Scales]]:
 
 def _step(
     group: Group,
-    weights: ModelWeights,
+    read: Callable[[str], tuple[TensorInfo, Bytes]],
     tensors: Mapping[str, TensorInfo],
     calibration: Calibration,
 ) -> Step:
@@ -213,7 +232,7 @@ def _step(
         at = 0
         for piece in itertools.chain(*group.pieces):
             room = records[:, at : at + piece.n_bytes]
-            packed = pack_columns(tensors[piece.name], weights.read(piece.name), order, room)
+            packed = pack_columns(*read(piece.name), order, room)
             scales += [each for each in packed if each is not None]
             at += piece.n_bytes
         return [order, records, *scales]

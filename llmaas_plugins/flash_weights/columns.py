@@ -24,16 +24,18 @@ from llmaas_plugins.flash_weights.container_file import Bytes
 
 __all__ = [
     "BLOCK_COLUMNS",
+    "CHUNK_ROWS",
     "Scales",
     "column_bits",
     "column_bytes",
     "has_mins",
     "pack_columns",
     "padded_rows",
+    "parts_of",
 ]
 
 BLOCK_COLUMNS = 32
-_CHUNK_ROWS = 128
+CHUNK_ROWS = 128
 _LINE_BYTES = 64
 
 _WITH_MINS = (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K)
@@ -66,7 +68,7 @@ def has_mins(info: TensorInfo) -> bool:
 
 def padded_rows(info: TensorInfo) -> int:
     """Return the number of rows, rounded up to whole chunks."""
-    return -(-info.shape[1] // _CHUNK_ROWS) * _CHUNK_ROWS
+    return -(-info.shape[1] // CHUNK_ROWS) * CHUNK_ROWS
 
 
 def column_bytes(info: TensorInfo, n_bits: int) -> int:
@@ -91,17 +93,17 @@ def pack_columns(info: TensorInfo, content: Bytes, order: NDArray[np.int32], int
     n_blocks = n_columns // BLOCK_COLUMNS
     factors = np.zeros((2 if has_mins(info) else 1, n_blocks, padded_rows(info)), np.float16)
     columns_of = _columns_of_4 if column_bits(info) == 4 else _columns_of_8
-    chunk_bytes = into.shape[1] * _CHUNK_ROWS // padded_rows(info)
-    for i, first in enumerate(range(0, n_rows, _CHUNK_ROWS)):
-        chunk = rows[first : first + _CHUNK_ROWS]
-        numbers, of_rows = _parts(GGMLQuantizationType(info.type), chunk)
+    chunk_bytes = into.shape[1] * CHUNK_ROWS // padded_rows(info)
+    for i, first in enumerate(range(0, n_rows, CHUNK_ROWS)):
+        chunk = rows[first : first + CHUNK_ROWS]
+        numbers, of_rows = parts_of(GGMLQuantizationType(info.type), chunk)
         for all_rows, these in zip(factors, of_rows, strict=True):
             all_rows[:, first : first + len(chunk)] = these.reshape(len(chunk), n_blocks).T
         into[:, i * chunk_bytes : (i + 1) * chunk_bytes] = columns_of(numbers)[order]
     return Scales(factors[0], factors[1] if has_mins(info) else None)
 
 
-def _parts(kind: GGMLQuantizationType, rows: Bytes) -> tuple[Bytes, list[_Halves]]:
+def parts_of(kind: GGMLQuantizationType, rows: Bytes) -> tuple[Bytes, list[_Halves]]:
     """Return numbers, ``(n_rows, n_groups, n_bytes)``; and scales, with mins if any, by rows."""
     match kind:
         case GGMLQuantizationType.Q4_0 | GGMLQuantizationType.Q8_0:
@@ -114,7 +116,7 @@ def _parts(kind: GGMLQuantizationType, rows: Bytes) -> tuple[Bytes, list[_Halves
             return _parts_of_q4_k(rows)
     values = quants.dequantize(_as_stored(kind, rows), kind)
     quantized = quants.quantize(values, GGMLQuantizationType.Q8_0)
-    return _parts(GGMLQuantizationType.Q8_0, quantized)
+    return parts_of(GGMLQuantizationType.Q8_0, quantized)
 
 
 def _parts_of_q4_k(rows: Bytes) -> tuple[Bytes, list[_Halves]]:
@@ -145,8 +147,8 @@ def _columns_of_4(numbers: Bytes) -> Bytes:
     """Return the columns of a chunk of rows; byte j of a group of n has columns j and n + j."""
     _, n_groups, n_bytes = numbers.shape
     columns = _transposed(numbers, 0x88)
-    low, high = columns[:, : _CHUNK_ROWS // 2], columns[:, _CHUNK_ROWS // 2 :]
-    halves = np.empty((n_groups, 2, n_bytes, _CHUNK_ROWS // 2), np.uint8)
+    low, high = columns[:, : CHUNK_ROWS // 2], columns[:, CHUNK_ROWS // 2 :]
+    halves = np.empty((n_groups, 2, n_bytes, CHUNK_ROWS // 2), np.uint8)
     shape = halves[:, 0].shape
     halves[:, 0] = ((low & 0x0F) | (high << 4)).reshape(shape)
     halves[:, 1] = ((low >> 4) | (high & 0xF0)).reshape(shape)
@@ -162,7 +164,7 @@ def _transposed(numbers: Bytes, zero: int) -> Bytes:
     n_rows, *rest = numbers.shape
     n_columns = math.prod(rest)
     # Pad the rows: at strides of a power of two they would compete for a few cache lines.
-    rows = np.empty((_CHUNK_ROWS, n_columns + _LINE_BYTES), np.uint8)[:, :n_columns]
+    rows = np.empty((CHUNK_ROWS, n_columns + _LINE_BYTES), np.uint8)[:, :n_columns]
     rows[:n_rows].reshape(numbers.shape)[:] = numbers
     rows[n_rows:] = zero
     return np.ascontiguousarray(rows.T)

@@ -91,6 +91,7 @@ class FlashWeights:
         self._config = config
         self._residency = Residency(config.memory_budget, config.arena)
         self._left_alone: dict[str, str] = {}
+        self._distilled: dict[str, dict[str, Any]] = {}
         self._loads: dict[str, _Loading] = {}
         self._growth: WeakKeyDictionary[ModelLoad, _Growth] = WeakKeyDictionary()
         self._answers = Answers()
@@ -174,6 +175,9 @@ class FlashWeights:
         if load is not None and is_sparse and stats["operands"] == 0:  # first context of the model
             file = model_channels(load, self._loads[path].tensors)
             add_channels(weights, file, self._config)
+            self._distilled.pop(path, None)
+            if file.distilled is not None:
+                self._distilled[path] = file.distilled._asdict()
             release_memory()  # the scales, which were copied
         if is_sparse:
             self._answers.add(context)
@@ -228,6 +232,7 @@ class FlashWeights:
             "minor_faults": faults.ru_minflt,
             "models": models,
             "without_drafts": self._answers.n_without_drafts,
+            "distilled": self._distilled,
             "left_alone": self._left_alone,
         }
 

@@ -46,9 +46,15 @@ LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 class Objective:
     """Loss of a student's outputs, and its gradient."""
 
-    def __init__(self, decoder: Decoder, loss: str = "kl") -> None:
-        """Compare with the whole model ``decoder`` by a loss of ``LOSSES``."""
-        self._decoder, self._loss = decoder, LOSSES[loss]
+    def __init__(self, decoder: Decoder, loss: str = "kl", n_prompt: int = 0) -> None:
+        """Compare with the whole model ``decoder`` by a loss of ``LOSSES``.
+
+        Args:
+            decoder: The whole model.
+            loss: Name of a loss.
+            n_prompt: First tokens of each window whose predictions do not count.
+        """
+        self._decoder, self._loss, self._n_prompt = decoder, LOSSES[loss], n_prompt
         self._has_teacher = loss == "kl"
 
     def __call__(self, outputs: Tensor, windows: NDArray[np.int32]) -> tuple[float, Tensor]:
@@ -56,12 +62,12 @@ class Objective:
 
         Args:
             outputs: Outputs of the student's last layer for all tokens of the windows except the
-                last, ``(n_windows, n_tokens - 1, n_embd)``.
+                prompt and the last token, ``(n_windows, n_tokens - n_prompt - 1, n_embd)``.
             windows: The windows, ``(n_windows, n_tokens)``.
         """
-        decoder, y = self._decoder, outputs.detach().flatten(0, 1)
-        known = y if not self._has_teacher else _whole(decoder, windows)
-        targets = _targets(windows)
+        decoder, y, n_prompt = self._decoder, outputs.detach().flatten(0, 1), self._n_prompt
+        known = y if not self._has_teacher else _whole(decoder, windows, n_prompt)
+        targets = _targets(windows, n_prompt)
         total, gradient = 0.0, torch.empty_like(y)
         for rows in _chunks(decoder, len(y)):
             part = y[rows].requires_grad_()
@@ -87,10 +93,12 @@ class Quality(NamedTuple):
     whole: float
 
 
-def qualities(decoder: Decoder, outputs: Tensor, windows: NDArray[np.int32]) -> list[Quality]:
+def qualities(
+    decoder: Decoder, outputs: Tensor, windows: NDArray[np.int32], n_prompt: int = 0
+) -> list[Quality]:
     """Return the quality of each window, from the outputs of the last layer as in ``Objective``."""
-    teacher, targets = _whole(decoder, windows), _targets(windows)
-    student, n = outputs.detach().flatten(0, 1), windows.shape[1] - 1
+    teacher, targets = _whole(decoder, windows, n_prompt), _targets(windows, n_prompt)
+    student, n = outputs.detach().flatten(0, 1), windows.shape[1] - n_prompt - 1
     found = torch.empty(len(student), 3, dtype=torch.float64)
     for rows in _chunks(decoder, len(student)):
         with torch.no_grad():
@@ -102,14 +110,14 @@ def qualities(decoder: Decoder, outputs: Tensor, windows: NDArray[np.int32]) -> 
     return [Quality(*row) for row in found.view(len(windows), n, 3).mean(1).tolist()]
 
 
-def _whole(decoder: Decoder, windows: NDArray[np.int32]) -> Tensor:
-    """Return the whole model's outputs of the last layer."""
+def _whole(decoder: Decoder, windows: NDArray[np.int32], n_prompt: int) -> Tensor:
+    """Return the whole model's outputs of the last layer, after the prompt."""
     with torch.no_grad():
-        return decoder.run(windows[:, :-1]).flatten(0, 1)
+        return decoder.run(windows[:, :-1])[:, n_prompt:].flatten(0, 1)
 
 
-def _targets(windows: NDArray[np.int32]) -> Tensor:
-    return torch.from_numpy(windows[:, 1:].astype(np.int64)).flatten()
+def _targets(windows: NDArray[np.int32], n_prompt: int) -> Tensor:
+    return torch.from_numpy(windows[:, n_prompt + 1 :].astype(np.int64)).flatten()
 
 
 def _chunks(decoder: Decoder, n_rows: int) -> Iterator[slice]:

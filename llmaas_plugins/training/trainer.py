@@ -85,6 +85,7 @@ def train(  # noqa: PLR0913 -- what learns, from what, and how
     *,
     workers: Workers | None = None,
     kept: Kept | None = None,
+    begin: Callable[[int], None] = lambda _step: None,
     progress: Callable[[int, float], None] = lambda _n, _loss: None,
 ) -> None:
     """Train the parameters of a module that require gradients.
@@ -96,6 +97,7 @@ def train(  # noqa: PLR0913 -- what learns, from what, and how
         settings: Settings of the run.
         workers: Processes that train together; each calls this function.
         kept: Where to keep the run. It goes on from a checkpoint that exists there.
+        begin: Called before each step with its number.
         progress: Called after each step with its tokens and its loss; once with those of a
             checkpoint and NaN.
 
@@ -107,6 +109,7 @@ def train(  # noqa: PLR0913 -- what learns, from what, and how
     progress(run.step * batches.n_tokens, math.nan)
     try:
         while run.step < settings.n_steps:
+            begin(run.step)
             loss = run.advance(objective, batches.at(run.step))
             progress(batches.n_tokens, loss)
     finally:

@@ -57,15 +57,20 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _checked(path: Path, kind: Kind, problem: Callable[[], str | None]) -> dict[str, Any]:
+    from llmaas_plugins.flash_weights.channel_header import distilled_in
     from llmaas_plugins.flash_weights.container_file import ContainerFile
 
-    report = {"file": str(path), "kind": kind.name, "bytes": path.stat().st_size, "tensors": 0}
+    report: dict[str, Any] = {"file": str(path), "kind": kind.name}
+    report |= {"bytes": path.stat().st_size, "tensors": 0, "distilled": None}
     try:
         with ContainerFile(path, kind) as file:
             report["tensors"] = len(file.header.parts)
             with progress_bar(f"checking {path.name}", "B", file.header.n_bytes) as bar:
                 problems = list(_damaged(file, bar))
         problems += filter(None, [] if problems else [problem()])
+        if not problems:
+            about = distilled_in(file.header.fields)
+            report["distilled"] = about and str(about)
     except LlmaasError as error:
         problems = [str(error)]
     return report | {"problems": problems}
@@ -92,7 +97,8 @@ def _text(model: Path, reports: list[dict[str, Any]]) -> Iterator[str]:
         n_problems = len(report["problems"])
         verdict = "sound" if not n_problems else counted(n_problems, "problem")
         of = f"{report['tensors']} tensors, {size_text(report['bytes'])}"
-        yield f"{report['file']}: {of}: {verdict}"
+        about = f", {report['distilled']}" if report["distilled"] else ""
+        yield f"{report['file']}: {of}{about}: {verdict}"
         yield from (f"  {problem}" for problem in report["problems"])
         if n_problems and PACKED_FILE.command not in " ".join(report["problems"]):
             option = "" if report["kind"] == PACKED_FILE.name else "--sparse "

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.engine_modes import Hardware, Prediction
     from llmaas_plugins.flash_weights.planner import ModePlan
 
-__all__ = ["add_plan"]
+__all__ = ["add_plan", "group_layers_of"]
 
 _MIB = 1 << 20
 _COMPUTING_S = 0.5
@@ -92,7 +92,7 @@ def plan(args: argparse.Namespace) -> int:
 
     tensors = tensors_of(args.model)
     source, notes = _source(args.model, tensors)
-    group_layers, sparse_note = _group_layers(args.model, tensors)
+    group_layers, sparse_note = group_layers_of(args.model, tensors)
     import_server()  # the plan holds for `llmaas serve`
     release_memory()
     process = resident_bytes()
@@ -149,7 +149,7 @@ def _source(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[Path, list[
     return model, [f"{path} cannot be used, so this plan is for the GGUF file: {problem}. {advice}"]
 
 
-def _group_layers(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[int, str | None]:
+def group_layers_of(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[int, str | None]:
     """Return the channel file's layers in a group, and a note if the file cannot be used."""
     from llmaas_plugins.flash_weights.channel_header import CHANNEL_FILE, MODEL, contents_of
     from llmaas_plugins.flash_weights.channels import channel_path
@@ -163,7 +163,7 @@ def _group_layers(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[int, 
     try:
         with ContainerFile(path, CHANNEL_FILE) as file:
             if file.header.fields.get(MODEL) == digest_of(model):
-                return contents_of(file.header, tensors)[0], None
+                return contents_of(file.header, tensors).group_layers, None
         problem = "it belongs to another model file"
     except (StoreError, ValueError) as error:
         problem = str(error)

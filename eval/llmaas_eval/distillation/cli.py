@@ -1,0 +1,87 @@
+"""``python -m llmaas_eval.distillation``: what distillation wins back, by arm and sparsity.
+
+    python -m llmaas_eval.distillation --model model.gguf --out distillation
+
+Results and unfinished runs are kept in ``--out``: the same command goes on where it was stopped.
+Encyclopedic text and cloud chats are left out, because they are reserved for the last report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from llmaas_eval.data import (
+    DATA,
+    TRAINING_TEXT,
+    documents_by_kind,
+    packaged_documents,
+    read_documents,
+)
+from llmaas_eval.distillation.report import report
+from llmaas_eval.elastic.texts import Windows, windows_of
+from llmaas_eval.results import about
+from llmaas_patches.native.packing import model_tensors
+
+__all__ = ["main"]
+
+_N_TOKENS, _CHARACTERS = 512, 6
+_KINDS = ("the training text's kind", "novels", "news", "service dialogs")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the study and print its tables or JSON; return the exit status."""
+    if find_spec("torch") is None:
+        sys.stderr.write("torch is not installed: pip install 'llmaas-plugins[train]'\n")
+        return 2
+    from llmaas_eval.distillation.study import Material, study
+    from llmaas_plugins.training.distillation import N_PROMPT, SparseRecipe
+
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        training, kinds = _texts(args)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    n_prompt = min(N_PROMPT, training.shape[1] // 4)
+    recipe = SparseRecipe(args.tokens, n_prompt=n_prompt)
+    tensors = model_tensors(args.model)
+    rows = study(Material(args.model, tensors, training, kinds, recipe, args.out), args.arms)
+    document = about() | {"n_tokens": args.tokens, "rows": rows}
+    sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from llmaas_eval.distillation.study import ARMS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m llmaas_eval.distillation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="a GGUF file")
+    add("--data", type=Path, default=DATA, help="folder with the data sets; default %(default)s")
+    add("--out", type=Path, required=True, help="folder for results and unfinished runs")
+    add("--arms", nargs="+", choices=ARMS, default=[*ARMS], help="default all")
+    add("--tokens", type=int, default=1 << 20, help="tokens an arm; default %(default)s")
+    add("--windows", type=int, default=64, help="test windows of 512 tokens; default %(default)s")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--quick", action="store_true", help="read a few windows of packaged text, as a check only")
+    return parser
+
+
+def _texts(args: argparse.Namespace) -> tuple[Windows, Mapping[str, Windows]]:
+    """Return windows to learn from, and windows to judge by, by kind of text."""
+    if args.quick:
+        windows = windows_of(args.model, packaged_documents(), 6, 64)
+        return windows[:4], {"packaged chats": windows[4:]}
+    training = read_documents(args.data / TRAINING_TEXT, _CHARACTERS * args.tokens)
+    found = documents_by_kind(args.data)
+    kinds = {kind: windows_of(args.model, found[kind], args.windows, _N_TOKENS) for kind in _KINDS}
+    return windows_of(args.model, training, args.tokens, _N_TOKENS), kinds

@@ -1,0 +1,308 @@
+"""``llmaas flash distill``: a channel file whose matrices lose less in the sparse mode."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import ConfigError, StoreError, TensorInfo
+from llmaas_plugins.cli.elastic.recovery_text import add_text_option, recovery_windows
+from llmaas_plugins.cli.files import check_target
+from llmaas_plugins.cli.flash.distill_report import lines_of, report_of
+from llmaas_plugins.cli.flash.pack import tensors_of
+from llmaas_plugins.cli.flash.plan import group_layers_of
+from llmaas_plugins.cli.interrupts import stoppable
+from llmaas_plugins.cli.models import add_model_action
+from llmaas_plugins.cli.options import at_least
+from llmaas_plugins.cli.output import print_report, progress_bar, size_text
+from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
+
+if TYPE_CHECKING:
+    from llmaas_plugins.flash_weights.channels import ChannelFile
+    from llmaas_plugins.flash_weights.operands import Operand
+    from llmaas_plugins.training.distillation import SparseRecipe
+    from llmaas_plugins.training.recovery import Texts
+    from llmaas_plugins.training.sparse_student import SparseStudent
+    from llmaas_plugins.training.workers import Workers
+
+__all__ = ["add_distill"]
+
+_N_TOKENS, _N_QUICK = 1_048_576, 32_768
+_N_OWN_TEXT = 262_144
+"""Most tokens that the model writes to learn from; they are used several times."""
+_LEAST_TOKENS, _WINDOW = 2_048, 512
+_MOST_SPARSITY = 0.95
+
+
+def add_distill(actions: Any) -> None:
+    """Register ``distill``."""
+    parser = add_model_action(
+        actions,
+        "distill",
+        distill,
+        "write a channel file whose sparse tokens lose less",
+        "Train the matrices of the channel file so that sparse tokens predict what the whole model "
+        "predicts, and write them to MODEL.channels. Prompts and the exact mode do not use that "
+        "file, so they stay as they are. Needs torch: pip install 'llmaas-plugins[train]'. Stop "
+        "it at any time: the same command goes on. `torchrun --nproc-per-node N -m "
+        "llmaas_plugins.cli.main flash distill …` shares the work among processes or machines.",
+    )
+    add = parser.add_argument
+    add("-o", "--output", type=Path, metavar="FILE", help="output (default: MODEL.channels)")
+    add_text_option(parser)
+    add(
+        "--tokens",
+        type=at_least(_LEAST_TOKENS),
+        metavar="N",
+        help=f"tokens to learn from (default {_N_TOKENS:,}); a shorter text is used several times",
+    )
+    add("--quick", action="store_true", help=f"learn from {_N_QUICK:,} tokens")
+    add(
+        "--sparsity",
+        type=_sparsity,
+        metavar="F",
+        help="train at this sparsity only, as ActiveFlow does (default: drawn for each step "
+        "between 0.4 and 0.8)",
+    )
+    add("--json", action="store_true", help="print JSON")
+
+
+def distill(args: argparse.Namespace) -> int:
+    """Distill a model's channel file."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "distillation needs torch, which is not installed: pip install 'llmaas-plugins[train]'."
+        )
+    from llmaas_plugins.flash_weights.channels import channel_path
+    from llmaas_plugins.training.workers import workers
+
+    tensors, path = tensors_of(args.model), args.output or channel_path(args.model)
+    check_target(path, "-o")
+    if path.exists() and path.samefile(args.model):
+        raise ConfigError(f"{path} is the model itself. Choose another place with `-o FILE`.")
+    folder = path.with_suffix(".distill")
+    then = f"progress is kept in {folder}; the same command goes on"
+    with stoppable(then), workers() as group:
+        job = _job(args, tensors, group, folder)
+        _run(job, path)
+    return 0
+
+
+# -- internals -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Everything that distillation needs.
+
+    Attributes:
+        args: Arguments of the command.
+        tensors: Tensors of the model.
+        operands: Operands of the channel file.
+        student: The student.
+        texts: Text to learn from and to judge by.
+        recipe: How to learn.
+        workers: Processes that learn together.
+        folder: Folder for progress.
+    """
+
+    args: argparse.Namespace
+    tensors: Mapping[str, TensorInfo]
+    operands: list[Operand]
+    student: SparseStudent
+    texts: Texts
+    recipe: SparseRecipe
+    workers: Workers
+    folder: Path
+
+    def bar(self, what: str, n_tokens: int) -> Any:
+        """Return a progress bar of tokens."""
+        return progress_bar(what, "token", n_tokens)
+
+
+def _run(job: _Job, path: Path) -> None:
+    """Judge the student, train it, write the file if it is better, and print the report."""
+    from llmaas_plugins.training.distillation import is_better
+
+    before = _judged(job, "judging before")
+    _train(job)
+    if not job.workers.is_first:
+        return
+    made = job.folder / "distilled.channels"
+    file = _write(job, made)
+    _load(job.student, file)
+    after = _judged(job, "judging after")
+    is_written = is_better(before, after)
+    if is_written:
+        with as_store_error(f"cannot write {path}"):
+            made.replace(path)
+            sync_directory(path.parent)
+    shutil.rmtree(job.folder, ignore_errors=True)
+    report = report_of(job.recipe, job.texts, before, after, path if is_written else None)
+    print_report(job.args, report, lines_of(report))
+
+
+def _job(
+    args: argparse.Namespace, tensors: Mapping[str, TensorInfo], group: Workers, folder: Path
+) -> _Job:
+    """Say what distillation will cost, and read the text and the weights."""
+    from llmaas_plugins.flash_weights.channel_layout import channel_operands
+    from llmaas_plugins.training.distillation import N_PROMPT, SparseRecipe
+    from llmaas_plugins.training.recovery import split, text_tokens
+    from llmaas_plugins.training.sparse_student import MaskedTeacher, SparseStudent, grids_in
+
+    operands = channel_operands(tensors)
+    if not operands:
+        raise ConfigError(f"{args.model} has no matrices whose channels could be left out.")
+    n_tokens = args.tokens or (_N_QUICK if args.quick else _N_TOKENS)
+    recipe = SparseRecipe(n_tokens, args.sparsity, n_rows=max(2, group.n))
+    is_kept = _checked_memory(args, operands, tensors, recipe, group)
+    if group.is_first:
+        with as_store_error(f"cannot make {folder}"):
+            folder.mkdir(exist_ok=True)
+    n_text = text_tokens(n_tokens if args.text else min(n_tokens, _N_OWN_TEXT), _WINDOW)
+    windows = recovery_windows(args, n_text, folder) if group.is_first else None
+    texts = split(group.shared(windows))
+    n_prompt = min(N_PROMPT, texts.training.shape[1] // 4)
+    recipe = SparseRecipe(n_tokens, args.sparsity, n_prompt, n_rows=recipe.n_rows)
+    teacher = MaskedTeacher(args.model, is_kept=is_kept)
+    student = SparseStudent(teacher, grids_in(args.model, operands, tensors))
+    job = _Job(args, tensors, operands, student, texts, recipe, group, folder)
+    _say_time(job)
+    return job
+
+
+def _checked_memory(
+    args: argparse.Namespace,
+    operands: list[Operand],
+    tensors: Mapping[str, TensorInfo],
+    recipe: SparseRecipe,
+    group: Workers,
+) -> bool:
+    """Print the memory that is needed; return whether the whole model's weights stay in memory.
+
+    Raises:
+        ConfigError: More is needed than is available.
+    """
+    from llmaas_plugins.elastic.torch_model import Decoder
+    from llmaas_plugins.machine import available_bytes, resident_bytes
+    from llmaas_plugins.training.costs import weights_bytes
+    from llmaas_plugins.training.distillation_costs import distillation_bytes
+
+    decoder, whole = Decoder(args.model), weights_bytes(args.model)
+    names = [name for operand in operands for name in operand.weights]
+    n_own = sum(tensors[name].shape[0] * tensors[name].shape[1] for name in names)
+    available = available_bytes() + resident_bytes()
+    needed = {
+        is_kept: distillation_bytes(
+            whole, decoder.blocks, n_own, decoder.n_vocab, recipe, _WINDOW, is_kept=is_kept
+        )
+        for is_kept in (True, False)
+    }
+    is_kept = needed[True] <= available
+    if needed[is_kept] > available:
+        raise ConfigError(
+            f"distillation of {args.model} needs about {size_text(needed[False])} of memory, but "
+            f"{size_text(available)} are available. Run it on a machine with more memory, and copy "
+            "the channel file."
+        )
+    if group.is_first and not args.json:
+        how = "" if is_kept else ", one layer of the whole model at a time"
+        print(f"memory: about {size_text(needed[is_kept])}{how}", flush=True)
+    return is_kept
+
+
+def _say_time(job: _Job) -> None:
+    from llmaas_plugins.training.distillation_costs import distillation_seconds
+
+    texts, recipe = job.texts, job.recipe
+    seconds = distillation_seconds(job.student, texts.training, len(texts.held_out), recipe)
+    if job.workers.is_first and not job.args.json:
+        seconds /= job.workers.n
+        time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+        print(f"time: about {time} for {_trained_tokens(job):,} tokens", flush=True)
+
+
+def _trained_tokens(job: _Job) -> int:
+    n_window = job.texts.training.shape[1]
+    return job.recipe.n_steps(n_window) * job.recipe.n_rows * n_window
+
+
+def _judged(job: _Job, what: str) -> Any:
+    """Return the quality of each window held out; of none in other processes than the first."""
+    from llmaas_plugins.training.distillation import JUDGED, judge
+
+    if not job.workers.is_first:
+        return {}
+    windows = job.texts.held_out
+    with job.bar(what, len(JUDGED) * windows.size) as bar:
+        return judge(job.student, windows, job.recipe.n_prompt, progress=bar.update)
+
+
+def _train(job: _Job) -> None:
+    from llmaas_plugins.flash_weights.model_weights import digest_of
+    from llmaas_plugins.training.distillation import distill, run_identity
+    from llmaas_plugins.training.trainer import Kept
+
+    windows = job.texts.training
+    identity = run_identity(digest_of(job.args.model), windows, job.recipe)
+    kept = Kept(job.folder / f"{identity[:16]}.npz", identity)
+    with job.bar("learning", _trained_tokens(job)) as bar:
+        progress: Callable[[int], Any] = bar.update if job.workers.is_first else lambda _n: None
+        distill(job.student, windows, job.recipe, workers=job.workers, kept=kept, progress=progress)
+
+
+def _write(job: _Job, path: Path) -> ChannelFile:
+    """Calibrate the student, and write its channel file."""
+    from llmaas_plugins.flash_weights.calibration import SPARSITIES
+    from llmaas_plugins.flash_weights.channels import open_channels, write_channels
+    from llmaas_plugins.training.distillation import calibrate, distillation_of
+
+    windows, n_prompt = job.texts.training, job.recipe.n_prompt
+    with job.bar("calibrating", len(SPARSITIES) * windows.shape[1]) as bar:
+        found = calibrate(job.student, windows, job.operands, n_prompt, bar.update)
+    model, tensors = job.args.model, job.tensors
+    group_layers, _ = group_layers_of(model, tensors)
+    writing = write_channels(
+        model,
+        path,
+        tensors,
+        found,
+        group_layers=group_layers,
+        distillation=distillation_of(job.student, job.recipe, tensors),
+    )
+    n_bytes = sum(tensors[name].n_bytes for name in job.student.names)
+    with progress_bar("writing", "B", n_bytes) as bar:
+        for n_done in writing:
+            bar.update(n_done)
+    return open_channels(path, model, tensors)
+
+
+def _load(student: SparseStudent, file: ChannelFile) -> None:
+    """Judge by the matrices of the file from now on."""
+    from llmaas_plugins.flash_weights.grids import matrices_in
+
+    names = set()
+    for name, values in matrices_in(file):
+        student.load({name: values})
+        names.add(name)
+    if names != set(student.names):
+        raise StoreError(f"{file.path} has other matrices than were written.")
+    student.is_rounded = False
+
+
+def _sparsity(text: str) -> float:
+    try:
+        sparsity = float(text)
+    except ValueError:
+        sparsity = -1.0
+    if not 0 < sparsity <= _MOST_SPARSITY:
+        raise argparse.ArgumentTypeError(
+            f"expected a share above 0 and up to {_MOST_SPARSITY}, found {text!r}"
+        )
+    return sparsity
