@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
+from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.files.partial_file import taken
 
 __all__ = ["Checkpoint", "checkpoint_path", "fingerprint_of"]
@@ -132,7 +133,7 @@ def _read(path: Path, fingerprint: str) -> dict[str, NDArray[Any]]:
                 return {}
         with np.load(path, allow_pickle=False) as file:
             results = {name: file[name] for name in file.files}
-        about = json.loads(results.pop(_ABOUT).tobytes())
+        about = parse_json(results.pop(_ABOUT).tobytes())
         expected = {
             "version": _VERSION,
             "fingerprint": fingerprint,
