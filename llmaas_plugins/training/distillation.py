@@ -1,4 +1,4 @@
-"""Self-distillation for sparse tokens (ActiveFlow §5): training, calibration, and a judgement.
+"""Self-distillation for sparse tokens (ActiveFlow §5): training, calibration, and a judgment.
 
 The teacher is the whole model with all values. The student computes the rest of each window with
 the largest values only, as deployed: the prompt's cells are the teacher's.

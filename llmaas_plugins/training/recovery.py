@@ -1,4 +1,4 @@
-"""Learn the adapter of a level: closed form, training, and a judgement on text that was held out.
+"""Learn the adapter of a level: closed form, training, and a judgment on text that was held out.
 
 ElastiLM trains an adapter for each level on next tokens (§3.2). Here the whole model's predictions
 are the target by default: they say more than one token a position, and need no text by others.
