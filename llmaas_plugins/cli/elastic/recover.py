@@ -304,9 +304,12 @@ def _duration(seconds: float) -> str:
 
 def _levels(text: str) -> Sequence[float]:
     try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected levels as 0.6,0.3, found {text!r}") from error
+        levels = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        levels = ()
+    if not levels or not all(0 < level <= 1 for level in levels):
+        raise argparse.ArgumentTypeError(f"expected levels as 0.6,0.3, found {text!r}")
+    return levels
 
 
 def _rank(text: str) -> int:
