@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import suggest
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "at_least",
     "finite",
     "positive",
+    "require_torch",
     "unrecognized",
 ]
 
@@ -78,6 +81,18 @@ def finite(text: str) -> float:
             f"expected a number from {-_LARGEST:g} to {_LARGEST:g}, found {text!r}"
         )
     return number
+
+
+def require_torch(what: str) -> None:
+    """Check that torch is installed, without importing it.
+
+    Raises:
+        ConfigError: ``what`` needs torch, which is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"{what} needs torch, which is not installed: pip install 'llmaas-plugins[train]'."
+        )
 
 
 def unrecognized(arguments: Sequence[str], parser: argparse.ArgumentParser) -> str:

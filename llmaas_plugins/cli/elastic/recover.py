@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.elastic.recovery_text import add_text_option, recovery_windows
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action
-from llmaas_plugins.cli.options import at_least
+from llmaas_plugins.cli.options import at_least, require_torch
 from llmaas_plugins.cli.output import counted, print_report, progress_bar, size_text
 from llmaas_plugins.files.file_bytes import as_store_error
 
@@ -81,11 +80,7 @@ def add_recover(actions: Any) -> None:
 
 def recover(args: argparse.Namespace) -> int:
     """Learn adapters and write them into the prepared file."""
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            "learning adapters needs torch, which is not installed: pip install "
-            "'llmaas-plugins[train]'."
-        )
+    require_torch("learning adapters")
     from llmaas_plugins.training.workers import workers
 
     elastic, table = _prepared(args)

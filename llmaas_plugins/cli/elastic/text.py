@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from llmaas_hooks import ConfigError, Tokens
 from llmaas_plugins.cli.files import content_of
+from llmaas_plugins.cli.options import require_torch
 from llmaas_plugins.model.loading import loaded
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def check_calibration(args: argparse.Namespace) -> None:
     if args.text is not None:
         with loaded(args.model, is_vocab_only=True) as model:
             _given(args.text, model)
-    if args.gradients and find_spec("torch") is None:
-        raise ConfigError("--gradients needs torch: `pip install 'llmaas-plugins[train]'`.")
+    if args.gradients:
+        require_torch("--gradients")
 
 
 def text_digest(args: argparse.Namespace) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.flash.plan import group_layers_of
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action
-from llmaas_plugins.cli.options import at_least
+from llmaas_plugins.cli.options import at_least, require_torch
 from llmaas_plugins.cli.output import print_report, progress_bar, size_text
 from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
 
@@ -74,10 +73,7 @@ def add_distill(actions: Any) -> None:
 
 def distill(args: argparse.Namespace) -> int:
     """Distill a model's channel file."""
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            "distillation needs torch, which is not installed: pip install 'llmaas-plugins[train]'."
-        )
+    require_torch("distillation")
     from llmaas_plugins.flash_weights.channels import channel_path
     from llmaas_plugins.training.workers import workers
 
