@@ -100,7 +100,8 @@ def test_each_weight_is_read_once_a_batch_and_nothing_in_vain(model):
         before = weights.stats()["read_bytes"]
         evaluate(ctx)  # three batches
         read = weights.stats()["read_bytes"] - before
-        assert read == pytest.approx(3 * n_bytes, rel=0.02)  # reads whole pages
+        # Whole pages are read, and more or less of the arena is read ahead when a batch ends.
+        assert read == pytest.approx(3 * n_bytes, abs=0.02 * n_bytes + ARENA)
         assert weights.stats()["wasted_bytes"] == 0
 
 
@@ -214,22 +215,27 @@ def test_levels_of_packed_weights_change_between_batches(repacked_model):
 
 
 def test_what_is_read_follows_the_level(repacked_model):
-    """First columns are read without the others, and useless read-ahead is counted."""
+    """First columns are read without the others, and useless read-ahead is counted.
+
+    How much of the arena has been read ahead when a step ends is up to the disk.
+    """
+    n_steps = 8
     with levelled(repacked_model) as (ctx, context, n_bytes):
         weights, stats = context.file_weights(), []
         weights.set_memory(0, ARENA)
-        for start, level in enumerate((0, 0, 2, 2)):
+        for start, level in enumerate((0, 0, 2, *[2] * n_steps)):
             context.level = level
             step(ctx, [50], start)
             stats.append(weights.stats())
-    _, before, changed, after = stats
+    _, before, changed, *_, after = stats
     assert before["wasted_bytes"] == 0
     assert 0 < changed["wasted_bytes"] == after["wasted_bytes"] <= ARENA
     infos = streamable(model_tensors(repacked_model))
     in_part = sum(info.n_bytes for name, info in infos.items() if "ffn_" in name)
     groups = SHAPE.n_layer * SHAPE.n_embd // 8  # of ffn_down; each group is read separately
     expected = n_bytes - in_part + in_part * 1024 / SHAPE.n_ff
-    assert expected < after["read_bytes"] - changed["read_bytes"] < expected + groups * 8192
+    read = after["read_bytes"] - changed["read_bytes"]
+    assert n_steps * expected - ARENA < read < n_steps * (expected + groups * 8192) + ARENA
 
 
 def test_what_a_level_leaves_out_makes_way_for_what_it_needs(repacked_model):
