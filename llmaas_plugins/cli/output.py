@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "counted",
+    "duration_text",
     "one_line",
     "print_report",
     "printable",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 _MIB = 1 << 20
+_MINUTE_S, _HOUR_S = 60, 3600
 
 
 def size_text(n_bytes: int) -> str:
@@ -56,6 +58,15 @@ def _exact_size(n_bytes: int) -> str:
 def counted(n: int, what: str) -> str:
     """Format a number of things; the plural of ``what`` must end in s."""
     return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
+def duration_text(seconds: float) -> str:
+    """Format an estimated time with one or two digits."""
+    if seconds < _MINUTE_S:
+        return f"{max(seconds, 1):.0f} s"
+    if seconds < _HOUR_S:
+        return f"{seconds / _MINUTE_S:.0f} min"
+    return f"{seconds / _HOUR_S:.1f} h"
 
 
 def printable(name: str) -> str:

@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
-from llmaas_plugins.files.json_text import parse_json
-from llmaas_plugins.files.partial_file import taken
+from llmaas_plugins.files.array_file import read_arrays, write_arrays
+from llmaas_plugins.files.file_bytes import as_store_error
 
 __all__ = ["Checkpoint", "checkpoint_path", "fingerprint_of"]
 
 _EVERY_S = 10.0
 _VERSION = 1
 _MOST_BYTES = 256 << 20
-"""Largest file that is read, also unpacked."""
-_ABOUT = "about"
+"""Most bytes of all results together."""
 
 
 def checkpoint_path(target: Path) -> Path:
@@ -89,24 +84,7 @@ class Checkpoint:
         """
         if self._is_saved:
             return
-        partial = self._path.with_name(f"{self._path.name}.partial")
-        about = {
-            "version": _VERSION,
-            "fingerprint": self._fingerprint,
-            "sha256": _checksum(self._results),
-        }
-        text = np.frombuffer(json.dumps(about).encode(), np.uint8)
-        with as_store_error(f"cannot write {self._path}"), taken(partial) as fd:
-            try:
-                os.ftruncate(fd, 0)
-                with os.fdopen(os.dup(fd), "wb") as file:
-                    np.savez(file, allow_pickle=False, **{_ABOUT: text}, **self._results)
-                os.fsync(fd)
-                partial.replace(self._path)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-            sync_directory(self._path.parent)
+        write_arrays(self._path, _about(self._fingerprint), self._results)
         self._is_saved, self._saved_at = True, time.monotonic()
 
     def remove(self) -> None:
@@ -123,30 +101,14 @@ class Checkpoint:
 # -- inside --------------------------------------------------------------------------------------
 
 
+def _about(fingerprint: str) -> dict[str, Any]:
+    return {"version": _VERSION, "fingerprint": fingerprint}
+
+
 def _read(path: Path, fingerprint: str) -> dict[str, NDArray[Any]]:
     """Return the results in a file; none if it is missing, damaged, or of another fingerprint."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            return {}
-        with zipfile.ZipFile(path) as archive:
-            if sum(info.file_size for info in archive.infolist()) > _MOST_BYTES:
-                return {}
-        with np.load(path, allow_pickle=False) as file:
-            results = {name: file[name] for name in file.files}
-        about = parse_json(results.pop(_ABOUT).tobytes())
-        expected = {
-            "version": _VERSION,
-            "fingerprint": fingerprint,
-            "sha256": _checksum(results),
-        }
-    except Exception:
+        about, results = read_arrays(path, _MOST_BYTES)
+    except (ValueError, OSError):
         return {}
-    return results if about == expected else {}
-
-
-def _checksum(results: Mapping[str, NDArray[Any]]) -> str:
-    digest = hashlib.sha256()
-    for name, array in sorted(results.items()):
-        digest.update(f"{name} {array.dtype.str} {array.shape} ".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
+    return results if about == _about(fingerprint) else {}

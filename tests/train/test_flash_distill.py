@@ -29,13 +29,13 @@ ARENA, N_WINDOW = 4 << 20, 96
 @pytest.fixture(autouse=True)
 def _short_windows(monkeypatch):
     """Cut the text's windows into shorter ones, which take less time."""
-    windows_in = flash_distill.recovery_windows
+    windows_in = flash_distill.learning_windows
 
     def short(*args):
         found = windows_in(*args)
         return found[:, : found.shape[1] // N_WINDOW * N_WINDOW].reshape(-1, N_WINDOW)
 
-    monkeypatch.setattr(flash_distill, "recovery_windows", short)
+    monkeypatch.setattr(flash_distill, "learning_windows", short)
 
 
 @pytest.fixture(scope="module")

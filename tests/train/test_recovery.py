@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType
 from llmaas_eval.data import packaged_documents
 from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli import learning_text
 from llmaas_plugins.cli.elastic import recover as elastic_recover
-from llmaas_plugins.cli.elastic import recovery_text
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.elastic.adapters import read_adapters, write_adapters
 from llmaas_plugins.elastic.metadata import read_elastic
@@ -250,8 +250,8 @@ def test_own_text_is_kept_until_it_was_learned_from(tmp_path):
     tokens = np.arange(8, dtype="<i4")
     content = tokens.tobytes()
     path.write_bytes(hashlib.sha256(content).digest() + content)
-    assert recovery_text._read(path, 8, 100).tolist() == tokens.tolist()
-    assert recovery_text._read(path, 7, 100) is None  # too long
-    assert recovery_text._read(path, 8, 7) is None  # a token that the model does not have
+    assert learning_text._read(path, 8, 100).tolist() == tokens.tolist()
+    assert learning_text._read(path, 7, 100) is None  # too long
+    assert learning_text._read(path, 8, 7) is None  # a token that the model does not have
     path.write_bytes(path.read_bytes()[:-1])
-    assert recovery_text._read(path, 8, 100) is None  # torn
+    assert learning_text._read(path, 8, 100) is None  # torn

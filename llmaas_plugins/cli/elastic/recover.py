@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.elastic.recovery_text import add_text_option, recovery_windows
 from llmaas_plugins.cli.interrupts import stoppable
+from llmaas_plugins.cli.learning_text import add_text_option, learning_windows
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import at_least, require_torch
-from llmaas_plugins.cli.output import counted, print_report, progress_bar, size_text
+from llmaas_plugins.cli.output import counted, duration_text, print_report, progress_bar, size_text
 from llmaas_plugins.files.file_bytes import as_store_error
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _job(
     n_rows = max(1 if args.quick else 2, group.n)
     recipe = Recipe(n_tokens, args.rank, args.loss, n_rows)
     n_text = text_tokens(n_tokens, _WINDOW)
-    windows = recovery_windows(args, n_text, folder) if group.is_first else None
+    windows = learning_windows(args, n_text, folder) if group.is_first else None
     texts = split(group.shared(windows))
     is_kept = not args.by_layers and 2 * weights_bytes(args.model) <= available_bytes()
     teacher = Teacher(args.model, is_kept=is_kept)
@@ -211,7 +211,7 @@ def _say_time(job: _Job) -> None:
     n_tokens = job.recipe.n_steps(job.texts.training.shape[1]) * job.recipe.n_rows
     n_tokens *= job.texts.training.shape[1]
     what = f"{counted(len(levels), 'level')} of {n_tokens:,} tokens"
-    _say(job, f"time: about {_duration(total_s)} for {what}")
+    _say(job, f"time: about {duration_text(total_s)} for {what}")
 
 
 def _learned(job: _Job, level: float) -> Outcome:
@@ -291,10 +291,6 @@ def _lines(job: _Job, found: Mapping[float, Outcome]) -> Iterator[str]:
         )
     n = sum(one.is_better for one in found.values())
     yield f"{job.args.model}: adapters of {counted(n, 'level')} of the table {job.table!r} written"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _levels(text: str) -> Sequence[float]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from llmaas_plugins.cli.output import progress_bar
+from llmaas_plugins.cli.output import duration_text, progress_bar
 
-__all__ = ["Step", "Steps", "duration_text"]
-
-_MINUTE_S, _HOUR_S = 60, 3600
+__all__ = ["Step", "Steps"]
 
 
 class Step(NamedTuple):
@@ -57,12 +55,3 @@ class Steps:
 
     def _title(self, step: Step) -> str:
         return f"step {self._steps.index(step) + 1} of {len(self._steps)}: {step.what}"
-
-
-def duration_text(seconds: float) -> str:
-    """Format an estimated time with one or two digits."""
-    if seconds < _MINUTE_S:
-        return f"{max(seconds, 1):.0f} s"
-    if seconds < _HOUR_S:
-        return f"{seconds / _MINUTE_S:.0f} min"
-    return f"{seconds / _HOUR_S:.1f} h"

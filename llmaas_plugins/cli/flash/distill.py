@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, StoreError, TensorInfo
-from llmaas_plugins.cli.elastic.recovery_text import add_text_option, recovery_windows
 from llmaas_plugins.cli.files import check_target
 from llmaas_plugins.cli.flash.distill_report import lines_of, report_of
 from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.flash.plan import group_layers_of
 from llmaas_plugins.cli.interrupts import stoppable
+from llmaas_plugins.cli.learning_text import add_text_option, learning_windows
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import at_least, require_torch
-from llmaas_plugins.cli.output import print_report, progress_bar, size_text
+from llmaas_plugins.cli.output import duration_text, print_report, progress_bar, size_text
 from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _job(
         with as_store_error(f"cannot make {folder}"):
             folder.mkdir(exist_ok=True)
     n_text = text_tokens(n_tokens if args.text else min(n_tokens, _N_OWN_TEXT), _WINDOW)
-    windows = recovery_windows(args, n_text, folder) if group.is_first else None
+    windows = learning_windows(args, n_text, folder) if group.is_first else None
     texts = split(group.shared(windows))
     n_prompt = min(N_PROMPT, texts.training.shape[1] // 4)
     recipe = SparseRecipe(n_tokens, args.sparsity, n_prompt, n_rows=recipe.n_rows)
@@ -219,8 +219,7 @@ def _say_time(job: _Job) -> None:
     texts, recipe = job.texts, job.recipe
     seconds = distillation_seconds(job.student, texts.training, len(texts.held_out), recipe)
     if job.workers.is_first and not job.args.json:
-        seconds /= job.workers.n
-        time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+        time = duration_text(seconds / job.workers.n)
         print(f"time: about {time} for {_trained_tokens(job):,} tokens", flush=True)
 
 

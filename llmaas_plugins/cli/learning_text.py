@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.elastic.text import SEED
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.models import evaluator_of
 from llmaas_plugins.cli.output import progress_bar
@@ -20,9 +19,10 @@ if TYPE_CHECKING:
 
     from llmaas_plugins.model.forward import Evaluator
 
-__all__ = ["add_text_option", "recovery_windows"]
+__all__ = ["add_text_option", "learning_windows"]
 
 _DIGEST_BYTES = 32
+_SEED = 0
 
 
 def add_text_option(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_text_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def recovery_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> NDArray[np.int32]:
+def learning_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> NDArray[np.int32]:
     """Return windows of ``n_tokens`` tokens of text in all, or of the whole text if it is shorter.
 
     Raises:
@@ -65,7 +65,7 @@ def _own(evaluator: Evaluator, n_tokens: int, folder: Path) -> NDArray[np.int32]
     kept = _read(path, n_tokens, evaluator.n_vocab)
     if kept is None:
         with progress_bar("text", "token", n_tokens) as bar:
-            kept = evaluator.say(n_tokens, SEED, bar.update)
+            kept = evaluator.say(n_tokens, _SEED, bar.update)
         content = kept.astype("<i4").tobytes()
         partial = path.with_suffix(".partial")
         with as_store_error(f"cannot write {path}"):
