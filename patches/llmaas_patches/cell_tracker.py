@@ -117,9 +117,9 @@ class CellTracker:
     def decoded(self, batch: Any) -> None:
         """Record the cells that a ``llama_decode`` is about to change."""
         if not self.is_evaluating:
-            n_tokens = int(batch.n_tokens)
-            known = batch.pos and n_tokens > 0
-            self.changed(min(batch.pos[i] for i in range(n_tokens)) if known else 0)
+            n_tokens, positions = batch.n_tokens, batch.pos
+            known = positions and n_tokens > 0
+            self.changed(min(positions[:n_tokens]) if known else 0)
 
     def is_full(self, batch: Any) -> bool:
         """Return whether ``Llama`` is about to evaluate more tokens than the app's context holds.

@@ -21,6 +21,8 @@ Function = Callable[..., Any]
 
 def wrap_decode(host: Host, original: Function) -> Function:
     """Wrap ``llama_decode``: wait for deferred work, and time the batch if a plugin listens."""
+    if not host.hooks.names():
+        return _wrap_decode_without_plugins(host, original)
     pending, settle, trackers = host.background.pending, host.background.settle, host.trackers
     with_more_outputs, native = host.with_more_outputs, host.native
     listens = host.hooks.listens("llmaas_decode")
@@ -39,18 +41,32 @@ def wrap_decode(host: Host, original: Function) -> Function:
             tracker.decoded(batch)
             if tracker.n_spare and tracker.is_full(batch):
                 return 1  # llama.cpp's status for a full context of the app's size
+        n_tokens = batch.n_tokens
         started = time.perf_counter() if listens else 0.0
-        if native is None or batch.n_tokens == 1:
+        if native is None or n_tokens == 1:
             result = original(ctx, batch)
         else:
-            with native.batch_of(address(ctx), batch.n_tokens):
+            with native.batch_of(address(ctx), n_tokens):
                 result = original(ctx, batch)
         if result < 0:
             _say_why(host, ctx)
         elif listens and result == 0:
             seconds = time.perf_counter() - started
-            host.hooks.decode(DecodeStep(address(ctx), int(batch.n_tokens), seconds))
+            host.hooks.decode(DecodeStep(address(ctx), n_tokens, seconds))
         return result
+
+    return llama_decode
+
+
+def _wrap_decode_without_plugins(host: Host, original: Function) -> Function:
+    """Wrap ``llama_decode`` for an activation that has nothing to do but to wait for other work."""
+    pending, settle = host.background.pending, host.background.settle
+
+    @functools.wraps(original)
+    def llama_decode(ctx: Any, batch: Any) -> Any:
+        if pending:
+            settle(address(ctx))
+        return original(ctx, batch)
 
     return llama_decode
 
