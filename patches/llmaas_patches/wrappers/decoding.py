@@ -21,8 +21,11 @@ Function = Callable[..., Any]
 
 def wrap_decode(host: Host, original: Function) -> Function:
     """Wrap ``llama_decode``: wait for deferred work, and time the batch if a plugin listens."""
-    if not host.hooks.names():
-        return _wrap_decode_without_plugins(host, original)
+    wrap = _wrap_decode_for_plugins if host.hooks.names() else _wrap_decode_without_plugins
+    return wrap(host, original)
+
+
+def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
     pending, settle, trackers = host.background.pending, host.background.settle, host.trackers
     with_more_outputs, native = host.with_more_outputs, host.native
     listens = host.hooks.listens("llmaas_decode")
