@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import sys
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
 from typing import Any
 
 from llmaas_hooks.errors import PluginError, UnknownPluginError
@@ -16,7 +19,25 @@ GROUP = "llmaas_plugins"
 
 def installed_plugins() -> dict[str, EntryPoint]:
     """Return the entry points of group ``llmaas_plugins`` by name, sorted; import none of them."""
-    return _by_name(entry_points(group=GROUP))
+    return _by_name(_points())
+
+
+def _points() -> EntryPoints:
+    """Return the group's entry points; read them again only if a folder of ``sys.path`` changed."""
+    return _read(tuple((folder, _changed_ns(folder)) for folder in sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _read(_folders: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Read the metadata of all installed packages, which takes tens of milliseconds."""
+    return entry_points(group=GROUP)
+
+
+def _changed_ns(folder: str) -> int:
+    try:
+        return Path(folder).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _by_name(points: EntryPoints) -> dict[str, EntryPoint]:
@@ -35,7 +56,7 @@ def plugin_entry(name: str) -> EntryPoint:
     Raises:
         UnknownPluginError: No plugin is installed under that name.
     """
-    return _named(name, entry_points(group=GROUP))
+    return _named(name, _points())
 
 
 def _named(name: str, points: EntryPoints) -> EntryPoint:
@@ -56,7 +77,7 @@ def load_plugin(name: str) -> type[Any]:
         PluginError: The plugin's module cannot be imported, or the entry point names no plugin
             class, or two distributions install that name.
     """
-    points = entry_points(group=GROUP)
+    points = _points()
     entry = _named(name, points)
     try:
         _refuse_two(points.select(name=name))

@@ -150,13 +150,20 @@ class DiskStore:
             if self.tier.read_header()[: len(expected)] == expected:
                 return index
             is_new = self.tier.file_size() == 0 and not list(index.chunks())
-            index.close()
             if is_new:
-                self.tier.write_header(expected)
-                return ChunkIndex(path, store_id)
+                return self._begun(index, expected)
+            index.close()
             self._quarantine_index("the slab's header does not belong to the index")
-        self.tier.write_header(pack_header(store_id))
-        return ChunkIndex(path, store_id)
+        return self._begun(ChunkIndex(path, store_id), pack_header(store_id))
+
+    def _begun(self, index: ChunkIndex, header: bytes) -> ChunkIndex:
+        """Write the header of a new index's slab, and return the index."""
+        try:
+            self.tier.write_header(header)
+        except BaseException:
+            index.close()
+            raise
+        return index
 
     def _quarantine_index(self, reason: str) -> None:
         _log.warning(

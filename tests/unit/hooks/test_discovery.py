@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
+from installing import install_plugin
 
-from llmaas_hooks import PluginError, UnknownPluginError
+from llmaas_hooks import PluginError, UnknownPluginError, discovery
 from llmaas_hooks.discovery import installed_plugins, load_plugin, suggest
 
 
@@ -61,3 +62,16 @@ def test_what_is_no_plugin_is_named(dist_plugins, name, problem):
 def test_suggest():
     assert suggest("kv_chunk", ["knn_lm", "kv_chunks"]) == " Did you mean 'kv_chunks'?"
     assert suggest("x", []) == ""
+
+
+def test_a_package_that_is_installed_meanwhile_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "late" not in installed_plugins()
+    install_plugin(tmp_path, "late", "")
+    assert "late" in installed_plugins()
+
+
+def test_metadata_is_read_once(monkeypatch):
+    found = installed_plugins()
+    monkeypatch.setattr(discovery, "entry_points", lambda **_: pytest.fail("it was read again"))
+    assert installed_plugins() == found
