@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 from llama_cpp import llama_cpp
+from numpy.ctypeslib import as_array
 from numpy.typing import NDArray
 
 from llmaas_hooks import LlmaasError, NativeContext, Tokens, hookimpl
@@ -231,7 +232,7 @@ class Evaluator:
         if status:
             raise LlmaasError(f"llama_decode returned {status} while the model was calibrated")
         pointer = llama_cpp.llama_get_logits(self.ctx)
-        return np.ctypeslib.as_array(pointer, shape=(len(tokens), self.n_vocab))
+        return as_array(pointer, shape=(len(tokens), self.n_vocab))
 
 
 def log_softmax(logits: NDArray[_Float]) -> NDArray[_Float]:

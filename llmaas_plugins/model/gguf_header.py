@@ -6,6 +6,7 @@ tenth of a second. A file may come from anybody, so every value is checked.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import stat
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import ConfigError, StoreError
+from llmaas_hooks import ConfigError, StoreError, forks
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS
 
 if TYPE_CHECKING:  # importing gguf takes 3 MiB
@@ -94,9 +95,7 @@ class GGUFTensor:
     @property
     def block_columns(self) -> int:
         """Number of columns that are quantized together."""
-        from gguf.constants import GGML_QUANT_SIZES
-
-        return int(GGML_QUANT_SIZES[self.type][0])
+        return int(_constants().GGML_QUANT_SIZES[self.type][0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -358,13 +357,19 @@ class _Cursor:
         return taken
 
 
-def _tensor(name: str, info: _Info, data_at: int, end: int) -> GGUFTensor:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+@functools.cache
+def _constants() -> Any:
+    """Import and return ``gguf.constants``."""
+    with forks.postponed():  # a child could not finish another thread's import
+        from gguf import constants
+    return constants
 
+
+def _tensor(name: str, info: _Info, data_at: int, end: int) -> GGUFTensor:
     kind, shape, at = info
     try:
-        type_ = GGMLQuantizationType(kind)
-        block_columns, block_bytes = GGML_QUANT_SIZES[type_]
+        type_ = _constants().GGMLQuantizationType(kind)
+        block_columns, block_bytes = _constants().GGML_QUANT_SIZES[type_]
     except (ValueError, KeyError) as error:
         raise ValueError(f"{name!r} has the unknown type {kind}") from error
     if min(shape) < 1 or shape[0] % block_columns:

@@ -12,11 +12,14 @@ from llmaas_plugins.machine import release_memory, resident_bytes
 MIB = 1 << 20
 ROOM = 125 * MIB
 """Enough room to load a model, and so little that flash_weights streams it."""
+MORE_ROOM = 60 * MIB
+"""Enough room for a context beside others."""
 
 
 def make_room(flash):
     """Lower the budget so that the next model loads and is streamed."""
-    flash.set_memory_budget(resident_bytes() + ROOM)
+    needed = least(flash) * MIB + MORE_ROOM  # contexts that wait for the collector count as well
+    flash.set_memory_budget(max(resident_bytes() + ROOM, needed))
 
 
 def least(flash):

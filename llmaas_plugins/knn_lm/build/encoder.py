@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp
+from numpy.ctypeslib import as_array
 
 from llmaas_hooks import HiddenStates, LlmaasError, NativeContext, Tokens
 from llmaas_hooks.native import States
@@ -179,7 +180,7 @@ class Encoder:
         p_lm, p_max = np.empty((2, len(values)), np.float32)
         if len(values):
             pointer = llama_cpp.llama_get_logits(self._ctx)
-            logits = np.ctypeslib.as_array(pointer, shape=(len(values), self._n_vocab))
+            logits = as_array(pointer, shape=(len(values), self._n_vocab))
             for i, value in enumerate(values.tolist()):
                 info = logits_peek(logits[i])
                 p_lm[i] = max(np.exp(logits[i, value] - info.log_sum_exp), _LEAST)

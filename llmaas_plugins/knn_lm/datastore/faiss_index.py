@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import ConfigError
+from llmaas_hooks import ConfigError, forks
 
 __all__ = ["FaissIndex"]
 
@@ -70,7 +70,8 @@ class FaissIndex:
 
 def _faiss() -> Any:
     try:
-        import faiss
+        with forks.postponed():  # a child could not finish another thread's import
+            import faiss
     except ImportError as error:
         raise ConfigError(
             'plugins.knn_lm.index = "faiss" needs faiss, which is not installed. '

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp
+from numpy.ctypeslib import as_array
 
 from llmaas_hooks import LogitsView, NativeContext, StoreError, Tokens
 from llmaas_hooks.native import States
@@ -254,11 +255,11 @@ def _p_mix(
 def _logits(ctx: int, i: int) -> npt.NDArray[np.float32]:
     vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
     row = llama_cpp.llama_get_logits_ith(ctx, i)
-    return np.ctypeslib.as_array(row, shape=(llama_cpp.llama_vocab_n_tokens(vocab),))
+    return as_array(row, shape=(llama_cpp.llama_vocab_n_tokens(vocab),))
 
 
 def _n_behind(view: LogitsView) -> int:
     """Return how many of the batch's outputs follow these logits."""
     last = llama_cpp.llama_get_logits_ith(view.ctx, -1)
-    start = np.ctypeslib.as_array(last, shape=(1,)).ctypes.data
+    start = as_array(last, shape=(1,)).ctypes.data
     return int((start - view.logits.ctypes.data) // view.logits.nbytes)

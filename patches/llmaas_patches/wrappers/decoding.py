@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llama_cpp import llama_cpp
+from numpy.ctypeslib import as_array
 
 from llmaas_hooks import DecodeStep, LogitsView
 from llmaas_patches.cell_tracker import address
@@ -102,7 +102,7 @@ def wrap_sample(host: Host, original: Function) -> Function:
         if row:
             vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
             shape = (llama_cpp.llama_vocab_n_tokens(vocab),)
-            logits = np.ctypeslib.as_array(row, shape=shape)
+            logits = as_array(row, shape=shape)
             host.hooks.logits(LogitsView(address(ctx), int(idx), logits))
         return original(smpl, ctx, idx)
 
