@@ -9,13 +9,15 @@ NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_na
 demo: $(VENV)/.installed
 	$(BIN)/llmaas demo
 
-# OMP_WAIT_POLICY: the tests have many small engines, whose waiting threads must sleep instead of spinning.
+# The tests have many small engines and matrices: threads that wait must sleep instead of spinning, and OpenBLAS needs no threads.
+QUIET := GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1
+
 # PYTHONDONTWRITEBYTECODE is emptied: without bytecode on disk each worker and each child process would compile every module.
 # tests/load runs last and alone, because its tests need the whole machine.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup $(VENV)/.clients native-test
-	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --ignore=tests/load --ignore=tests/train -n auto --dist worksteal --durations=10
-	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/load
+	$(QUIET) $(BIN)/pytest --ignore=tests/load --ignore=tests/train -n auto --dist worksteal --durations=10
+	$(QUIET) $(BIN)/pytest tests/load
 
 QUICK := tests/unit --ignore=tests/unit/eval tests/engine/test_pass_through.py tests/integration/test_requests.py \
 	tests/integration/test_request_ends.py
@@ -23,23 +25,21 @@ QUICK := tests/unit --ignore=tests/unit/eval tests/engine/test_pass_through.py t
 # Run the unit tests that are not slow, and a few tests of whole models: a minute, for use while you work.
 quick: export PYTHONDONTWRITEBYTECODE =
 quick: setup $(VENV)/.clients
-	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest -m "not slow" -n auto --dist worksteal $(QUICK)
+	$(QUIET) $(BIN)/pytest -m "not slow" -n auto --dist worksteal $(QUICK)
 
 # Run the tests of code that needs torch. The first run installs it.
 test-train: export PYTHONDONTWRITEBYTECODE =
 test-train: setup $(VENV)/.train
-	GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive $(BIN)/pytest tests/train -n auto --dist worksteal --durations=10
+	$(QUIET) $(BIN)/pytest tests/train -n auto --dist worksteal --durations=10
 
 # Run the long forms of tests: thousands of kills, damaged stores, garbage collections, forks and fuzzed bodies, and half an
 # hour of mixed load with faults. This takes two to three hours. You can stop it at any time: the next run continues with the
 # tests that have not passed yet. SOAK=-k\ kills runs a part of it.
 soak: export PYTHONDONTWRITEBYTECODE =
-soak: export GGML_NO_BACKTRACE = 1
-soak: export OMP_WAIT_POLICY = passive
 soak: setup $(VENV)/.clients
 	mkdir -p build
-	LLMAAS_SOAK=1 $(BIN)/pytest -m soak --soak-log build/soak.jsonl -n 2 --dist worksteal --ignore=tests/load $(SOAK) || [ $$? = 5 ]
-	LLMAAS_SOAK=1 $(BIN)/pytest -m soak --soak-log build/soak.jsonl tests/load $(SOAK) || [ $$? = 5 ]
+	LLMAAS_SOAK=1 $(QUIET) $(BIN)/pytest -m soak --soak-log build/soak.jsonl -n 2 --dist worksteal --ignore=tests/load $(SOAK) || [ $$? = 5 ]
+	LLMAAS_SOAK=1 $(QUIET) $(BIN)/pytest -m soak --soak-log build/soak.jsonl tests/load $(SOAK) || [ $$? = 5 ]
 	$(MAKE) sanitized
 
 # Run llama-cpp-python's own tests, from its sdist, without and with the plugins. Needs the network.

@@ -35,7 +35,7 @@ found=$("$venv/bin/python" -c 'import llama_cpp; print(llama_cpp.__version__)')
 [ "$found" = "$version" ] || { say "error: $venv has llama-cpp-python $found, expected $version; remove it and run again."; exit 1; }
 say "tests on llama-cpp-python $version"
 cd "$root"
-export GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive
+export GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1
 if [ $# -gt 0 ]; then
     exec "$venv/bin/pytest" -p no:cacheprovider "$@"
 fi

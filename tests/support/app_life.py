@@ -20,8 +20,7 @@ from llmaas_plugins import activate
 MOST_ENGINES = 3
 HANGS_AFTER_S = 30
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
-"""Whether ASan runs. In GCC 12, its allocator is not usable in a child that is forked while a thread
-allocates."""
+"""Whether ASan runs. A child that is forked while a thread allocates cannot allocate (GCC 12)."""
 SETTINGS = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 1}
 DONE = {"kv_chunks": ["reused_tokens"], "knn_lm": ["proposed", "mixed"]}
 START = "The quick brown fox jumps over the lazy dog and then it runs away. "
