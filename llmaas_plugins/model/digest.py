@@ -26,7 +26,7 @@ from pathlib import Path
 from llmaas_hooks import FileStamp, LlmaasError, ModelFile, StoreError
 from llmaas_plugins.files import digest_cache
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
-from llmaas_plugins.model.gguf_header import GGUFHeader, header_of, read_header
+from llmaas_plugins.model.gguf_header import GGUFHeader, field_names, header_of, read_header
 
 __all__ = [
     "CONTENT",
@@ -262,8 +262,8 @@ def _counted_header(fd: int) -> tuple[bytes, int, int] | None:
 
     Return None if all bytes of the file count.
     """
-    found = header_of(fd)
-    if found is None or not any(map(_is_uncounted, found[0].spans)):
+    found = header_of(fd) if any(map(_is_uncounted, field_names(fd))) else None
+    if found is None:
         return None
     header, content = found
     fields = [

@@ -30,6 +30,7 @@ __all__ = [
     "GGUFTensor",
     "Value",
     "entry",
+    "field_names",
     "header_of",
     "parse_header",
     "read_header",
@@ -163,6 +164,19 @@ def header_of(fd: int) -> tuple[GGUFHeader, bytes] | None:
         return None
 
 
+def field_names(fd: int) -> frozenset[str]:
+    """Return the names of an open file's fields; none if it is no GGUF file, or is damaged.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    try:
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return _parsed(file, os.fstat(fd), lambda cursor, _: cursor.field_names())
+    except (ValueError, struct.error):
+        return frozenset()
+
+
 def tensor_names(path: Path) -> frozenset[str]:
     """Return the names of a file's tensors without checking anything else about them.
 
@@ -270,6 +284,9 @@ class _Cursor:
     def __init__(self, content: bytes, *, keeps_strings: bool = False) -> None:
         self._content, self._at = content, 0
         self._keeps_strings = keeps_strings
+
+    def field_names(self) -> frozenset[str]:
+        return frozenset(self._fields(self._counts()[1])[0])
 
     def names(self) -> frozenset[str]:
         n_tensors, n_fields = self._counts()

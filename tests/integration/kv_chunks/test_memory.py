@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from cgroups import file_bytes, memory_group
@@ -40,16 +41,19 @@ print(json.dumps(status))
 
 
 def run(model, plugins, n_calls=12, own_files=None):
-    """Return the peak bytes of a process with these plugins, and their status."""
+    """Return the peak bytes of a process with these plugins, and their status.
+
+    The process finds no digest of the model in the user's cache, and computes it.
+    """
     job = json.dumps([str(model), plugins, N_CTX, n_calls])
-    with memory_group() as group:
+    with memory_group() as group, tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-c", CHILD, job],
             stdout=subprocess.PIPE,
             check=True,
             preexec_fn=group.join,
             # a huge page would add 2 MiB by chance
-            env={**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0"},
+            env={**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0", "XDG_CACHE_HOME": cache},
         )
         if own_files is not None:
             shutil.rmtree(own_files)
