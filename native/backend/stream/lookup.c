@@ -67,10 +67,13 @@ static bool make_room(llmaas_lookup * lookup, size_t n_rows, size_t n_bytes) {
     return lookup->pages && n_rows <= lookup->n_room;
 }
 
+/* Argument of the step that reads a node's rows. */
 struct wanted {
     llmaas_lookup *            lookup;
     llmaas_graph *             graph;
     const struct ggml_tensor * numbers; /* I32 [n] */
+    struct ggml_tensor *       rows;    /* source of the node: [n] rows, and their numbers. Their data are set when */
+    struct ggml_tensor *       counted; /* the node is computed, as a later node of the graph may need more room. */
     int64_t                    n_all;
     size_t                     n_bytes; /* bytes of a row */
 };
@@ -105,6 +108,8 @@ static void have_rows(void * arg, int ith, int nth) {
     if (ith != 0) {
         return;
     }
+    w->rows->data    = w->lookup->rows;
+    w->counted->data = w->lookup->numbers;
     ok = !llmaas_graph_failed(w->graph);
     for (int64_t i = 0; ok && i < n + DEPTH; i++) {
         ok = i < DEPTH || i - DEPTH >= n || finish(w, i - DEPTH);
@@ -124,20 +129,19 @@ static void have_rows(void * arg, int ith, int nth) {
 }
 
 bool llmaas_lookup_rows(llmaas_lookup * lookup, llmaas_graph * graph, struct ggml_tensor * node) {
-    const struct wanted  wanted  = {lookup, graph, node->src[1], node->src[0]->ne[1], node->src[0]->nb[1]};
-    const int64_t        n       = wanted.numbers->ne[0];
+    const int64_t        n       = node->src[1]->ne[0];
     struct ggml_tensor * looked  = llmaas_graph_copy(graph, node);
     struct ggml_tensor * rows    = llmaas_graph_copy(graph, node->src[0]);
     struct ggml_tensor * numbers = llmaas_graph_copy(graph, node->src[1]);
+    const struct wanted  wanted  = {
+        lookup, graph, node->src[1], rows, numbers, node->src[0]->ne[1], node->src[0]->nb[1]};
     if (!looked || !rows || !numbers || !make_room(lookup, (size_t) n, wanted.n_bytes) ||
         !llmaas_graph_step(graph, have_rows, &wanted, sizeof wanted)) {
         return false;
     }
     rows->buffer   = NULL;
-    rows->data     = lookup->rows;
     rows->ne[1]    = n;
     rows->nb[2]    = rows->nb[3] = (size_t) n * wanted.n_bytes;
-    numbers->data  = lookup->numbers;
     looked->src[0] = rows;
     looked->src[1] = numbers;
     llmaas_graph_append(graph, looked);
