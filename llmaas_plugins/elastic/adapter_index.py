@@ -20,7 +20,8 @@ from llmaas_hooks import ConfigError
 from llmaas_hooks.native.low_rank import MAX_RANK
 from llmaas_plugins.elastic.units import Widths
 from llmaas_plugins.model.digest import CONTENT, UNCOUNTED, content_end
-from llmaas_plugins.model.gguf_header import GGUFHeader, entry
+from llmaas_plugins.model.gguf_entries import entry
+from llmaas_plugins.model.gguf_header import GGUFHeader
 
 __all__ = [
     "FIELDS",

@@ -21,7 +21,8 @@ from llmaas_plugins.elastic.adapter_index import AdapterTable, adapter_tables
 from llmaas_plugins.elastic.reordering import Order, check_order
 from llmaas_plugins.elastic.units import Blocks, Calibration, Widths, blocks_in
 from llmaas_plugins.model.digest import UNCOUNTED
-from llmaas_plugins.model.gguf_header import GGUFHeader, entry, read_header
+from llmaas_plugins.model.gguf_entries import entry
+from llmaas_plugins.model.gguf_header import GGUFHeader, read_header
 
 __all__ = ["OUTPUTS", "PREFIX", "Elastic", "Source", "entries_of", "order_in", "read_elastic"]
 

@@ -32,7 +32,7 @@ def write_arrays(path: Path, about: Mapping[str, Any], arrays: Arrays) -> None:
 
     Args:
         path: Path of the file.
-        about: What the arrays are; JSON types.
+        about: Description of the arrays; JSON types.
         arrays: The arrays.
 
     Raises:

@@ -20,8 +20,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.lazy import lazy
 from llmaas_plugins.model import gguf_header
+from llmaas_plugins.model.gguf_entries import entry, tensor_entry
 from llmaas_plugins.model.gguf_header import Value as FieldValue
-from llmaas_plugins.model.gguf_header import entry, tensor_entry
 
 __all__ = ["ALIGNMENT", "MOST_HEADER_BYTES", "ContainerHeader", "Part", "Value", "parse_header"]
 

@@ -1,4 +1,4 @@
-"""Read and write headers of GGUF files: metadata, and where the tensors are.
+"""Read headers of GGUF files: metadata, and where the tensors are.
 
 No objects are built for the tokens of the vocabulary, so a header of 128,000 tokens takes only a
 tenth of a second. A file may come from anybody, so every value is checked.
@@ -11,7 +11,7 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +21,14 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, StoreError, forks
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS
+from llmaas_plugins.model.gguf_entries import (
+    ARRAY,
+    ARRAY_KIND,
+    DTYPES,
+    KIND,
+    LENGTH,
+    STRING_KIND,
+)
 
 if TYPE_CHECKING:  # importing gguf takes 3 MiB
     from gguf.constants import GGMLQuantizationType
@@ -29,12 +37,10 @@ __all__ = [
     "GGUFHeader",
     "GGUFTensor",
     "Value",
-    "entry",
     "field_names",
     "header_of",
     "parse_header",
     "read_header",
-    "tensor_entry",
     "tensor_names",
 ]
 
@@ -47,24 +53,6 @@ _Info = tuple[int, tuple[int, ...], int]
 _FIRST_BYTES, _MOST_BYTES = 256 << 10, 256 << 20
 _MOST_ENTRIES = 1 << 16
 _START = struct.Struct("<4sIQQ")
-_LENGTH = struct.Struct("<Q")
-_KIND = struct.Struct("<I")
-_ARRAY = struct.Struct("<IQ")
-_UINT32_KIND, _STRING_KIND, _ARRAY_KIND = 4, 8, 9
-_DTYPES: Mapping[int, np.dtype[Any]] = {
-    0: np.dtype("<u1"),
-    1: np.dtype("<i1"),
-    2: np.dtype("<u2"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<u4"),
-    5: np.dtype("<i4"),
-    6: np.dtype("<f4"),
-    7: np.dtype("?"),
-    10: np.dtype("<u8"),
-    11: np.dtype("<i8"),
-    12: np.dtype("<f8"),
-}
-"""Number types of metadata values, by GGUF's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,38 +191,6 @@ def parse_header(content: bytes, n_bytes: int) -> GGUFHeader:
         raise ValueError(f"its sizes are impossible ({error})") from error
 
 
-def entry(key: str, value: int | str | tuple[str, ...] | NDArray[Any]) -> bytes:
-    """Return a field's entry in a header; an integer is written with 32 bits."""
-    name = _string(key)
-    if isinstance(value, str):
-        return name + _KIND.pack(_STRING_KIND) + _string(value)
-    if isinstance(value, int):
-        return name + _KIND.pack(_UINT32_KIND) + _KIND.pack(value)
-    name += _KIND.pack(_ARRAY_KIND)
-    if isinstance(value, tuple):
-        return name + _ARRAY.pack(_STRING_KIND, len(value)) + b"".join(map(_string, value))
-    (kind,) = (kind for kind, dtype in _DTYPES.items() if dtype == value.dtype)
-    return name + _ARRAY.pack(kind, value.size) + value.tobytes()
-
-
-def tensor_entry(name: str, type_: int, shape: Sequence[int], at: int) -> bytes:
-    """Return a tensor's entry in a header.
-
-    Args:
-        name: Name of the tensor.
-        type_: ``ggml_type`` of the tensor.
-        shape: Shape in GGUF's order, columns first.
-        at: Offset after the header.
-    """
-    dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-    return _string(name) + dims + _ARRAY.pack(type_, at)
-
-
-def _string(text: str) -> bytes:
-    content = text.encode()
-    return _LENGTH.pack(len(content)) + content
-
-
 # -- inside --------------------------------------------------------------------------------------
 
 
@@ -321,24 +277,24 @@ class _Cursor:
             name = self._text()
             if name in fields:
                 raise ValueError(f"it has the field {name!r} twice")
-            fields[name] = self._value(*_KIND.unpack(self._take(4)))
+            fields[name] = self._value(*KIND.unpack(self._take(4)))
             spans[name] = at, self._at
         return fields, spans
 
     def _value(self, kind: int) -> Value:
-        if kind == _STRING_KIND:
+        if kind == STRING_KIND:
             return self._text()
-        if kind == _ARRAY_KIND:
-            return self._array(*_ARRAY.unpack(self._take(_ARRAY.size)))
+        if kind == ARRAY_KIND:
+            return self._array(*ARRAY.unpack(self._take(ARRAY.size)))
         value: Value = self._numbers(kind, 1)[0].item()
         return value
 
     def _array(self, kind: int, n: int) -> Value:
-        if kind != _STRING_KIND:
+        if kind != STRING_KIND:
             return self._numbers(kind, n)
         if self._keeps_strings:
             return tuple(self._text() for _ in range(n))
-        content, at, unpack = self._content, self._at, _LENGTH.unpack_from
+        content, at, unpack = self._content, self._at, LENGTH.unpack_from
         try:
             for _ in range(n):
                 at += 8 + unpack(content, at)[0]
@@ -349,22 +305,22 @@ class _Cursor:
         return None
 
     def _numbers(self, kind: int, n: int) -> NDArray[Any]:
-        if kind not in _DTYPES:
+        if kind not in DTYPES:
             raise ValueError(f"its metadata has values of the unknown type {kind}")
-        dtype = _DTYPES[kind]
+        dtype = DTYPES[kind]
         return np.frombuffer(self._take(n * dtype.itemsize), dtype)
 
     def _info(self) -> tuple[str, _Info]:
         name = self._text()
-        (n_dims,) = _KIND.unpack(self._take(4))
+        (n_dims,) = KIND.unpack(self._take(4))
         if not 1 <= n_dims <= 4:
             raise ValueError(f"{name!r} has {n_dims} dimensions")
         dims = struct.unpack(f"<{n_dims}Q", self._take(8 * n_dims))
-        kind, at = _ARRAY.unpack(self._take(_ARRAY.size))
+        kind, at = ARRAY.unpack(self._take(ARRAY.size))
         return name, (kind, dims, at)
 
     def _text(self) -> str:
-        return self._take(*_LENGTH.unpack(self._take(8))).decode(errors="replace")
+        return self._take(*LENGTH.unpack(self._take(8))).decode(errors="replace")
 
     def _take(self, n: int) -> bytes:
         if n > len(self._content) - self._at:

@@ -25,7 +25,8 @@ from llmaas_plugins.elastic.prepared_file import replace_metadata, restore, writ
 from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.units import blocks_of
 from llmaas_plugins.model.digest import CONTENT, content_end, file_digest
-from llmaas_plugins.model.gguf_header import entry, read_header
+from llmaas_plugins.model.gguf_entries import entry
+from llmaas_plugins.model.gguf_header import read_header
 
 NAME = "blk.0.ffn_down.weight"
 ADAPTERS = FIELDS[0]

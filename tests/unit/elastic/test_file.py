@@ -24,7 +24,8 @@ from llmaas_plugins.elastic.metadata import PREFIX, Source, order_in, read_elast
 from llmaas_plugins.elastic.prepared_file import restore, write_prepared
 from llmaas_plugins.elastic.reordering import Move, Order, check_order, moved, order_by
 from llmaas_plugins.elastic.units import blocks_of
-from llmaas_plugins.model.gguf_header import entry, read_header
+from llmaas_plugins.model.gguf_entries import entry
+from llmaas_plugins.model.gguf_header import read_header
 
 Q8_0 = GGMLQuantizationType.Q8_0
 
