@@ -65,6 +65,9 @@ print(json.dumps(report))
 """
 
 
+N_LONG = scale(2048, 4096)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("limited", scale([False], [False, True]))
 def test_memory_stays_within_the_budget_while_models_come_and_go(model, limited):
@@ -140,12 +143,13 @@ def test_plan_and_error_name_the_same_figure_and_it_works(small):
     assert budgets[2] - 24 < peak <= budgets[2]
 
 
+@pytest.mark.soak
 def test_the_figure_of_a_long_context_is_what_its_longest_prompt_takes(model):
     """Scores of attention take most of it, and ggml's copy of them."""
     (_, shortest), _ = open_at(model, 20, 512)
-    (needed, figure), _ = open_at(model, int(shortest), 4096)
-    assert needed == planned(model, 4096)
-    figures, peak = open_at(model, int(figure), 4096)
+    (needed, figure), _ = open_at(model, int(shortest), N_LONG)
+    assert needed == planned(model, N_LONG)
+    figures, peak = open_at(model, int(figure), N_LONG)
     assert figures is None
     assert 0.96 * int(figure) < peak <= int(figure)
 
