@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import logging
+import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -20,7 +21,35 @@ __all__ = ["Suite", "activate", "active_suite", "make_plugin", "without"]
 
 _log = logging.getLogger("llmaas")
 _lock = forks.lock()
+_PATIENCE_S = 10.0
 _active: Suite | None = None
+
+
+class _Changes(forks.Forked):
+    """Activations and deactivations, which forks on other threads wait for.
+
+    A child would have half of an activation. It would also wait forever for a module that another
+    thread of its parent was importing. A deactivation needs other objects' background work, so
+    forks wait before they stop that work. They do not wait forever, because a plugin that is being
+    activated may wait for the forking thread.
+    """
+
+    comes_first = True
+
+    def __init__(self) -> None:
+        self._fork = threading.local()
+
+    def before_fork(self) -> None:
+        self._fork.has_lock = _lock.acquire(timeout=_PATIENCE_S)
+
+    def after_fork(self, *, in_child: bool) -> None:
+        del in_child
+        if self._fork.has_lock:
+            _lock.release()
+
+
+_changes = _Changes()
+forks.watch(_changes)
 
 
 class Suite:

@@ -23,9 +23,11 @@ __all__ = ["Forked", "lock", "postponed", "watch"]
 class Forked:
     """Object that is notified of forks.
 
-    Before a fork, objects with ``runs_work`` are notified first; after it, the order is reversed.
+    Before a fork, objects with ``comes_first`` are notified first, then those with ``runs_work``;
+    after it, the order is reversed.
     """
 
+    comes_first = False
     runs_work = False
 
     def before_fork(self) -> None:
@@ -101,7 +103,7 @@ def _register() -> None:
 
 def _before() -> None:
     _held.told = []
-    _tell(sorted(_alive(), key=lambda one: not one.runs_work))
+    _tell(sorted(_alive(), key=lambda one: (not one.comes_first, not one.runs_work)))
     _tell([_postponing])  # last, because who waits to begin a block may hold other objects' locks
     told = set(_held.told)
     _tell(one for one in _alive() if one not in told)  # added by a block that has just ended

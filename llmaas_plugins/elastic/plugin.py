@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from llmaas_hooks import (
     ConfigError,
     DecodeStep,
+    FileStamp,
     Levels,
     LogitsView,
     ModelLoad,
@@ -37,6 +38,14 @@ _NO_CONTEXT = (
 )
 
 
+_Key = tuple[str, FileStamp | None]
+"""Path and stamp of a model's file. A path alone may name another file later, or elsewhere."""
+
+
+def _key(load: ModelLoad) -> _Key:
+    return load.path, load.files[0].stamp if load.files else None
+
+
 class ElasticModels:
     """Plugin that narrows prepared models to the level of each request."""
 
@@ -49,7 +58,7 @@ class ElasticModels:
             Levels(config.level, config.level)
         )
         self._lock = forks.lock()
-        self._models: dict[str, ElasticModel] = {}
+        self._models: dict[_Key, ElasticModel] = {}
         self._contexts: dict[int, ElasticContext] = {}
         self._left_alone: dict[str, str] = {}
         self._adapted: set[str] = set()
@@ -68,7 +77,7 @@ class ElasticModels:
     @hookimpl(tryfirst=True)  # before a plugin measures the memory that is in use
     def llmaas_weights(self, load: ModelLoad) -> list[WeightClaim]:
         """Claim the elastic weights of a prepared model."""
-        self._models.pop(load.path, None)  # another file may have been loaded from this path before
+        self._models.pop(_key(load), None)  # the file may have been loaded with other settings
         found = read_elastic(Path(load.path))
         if found is None:
             reason = (
@@ -86,7 +95,7 @@ class ElasticModels:
         adapters: LevelAdapters = {}
         if self._config.adapters:
             adapters = read_adapters(Path(load.path), found, table)
-        self._models[load.path] = ElasticModel(
+        self._models[_key(load)] = ElasticModel(
             name=Path(load.path).name,
             levels=found.levels,
             table=table,
@@ -100,11 +109,11 @@ class ElasticModels:
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Track the new context if its model has levels."""
-        path = "" if context.load is None else context.load.path
-        model = self._models.get(path)
-        if model is None:
+        model = None if context.load is None else self._models.get(_key(context.load))
+        if context.load is None or model is None:
             return
         if not context.has_claims:
+            path = context.load.path
             self._leave_alone(
                 path, f"{path} cannot be narrowed, so the whole model is used; the log tells why"
             )
@@ -181,7 +190,7 @@ class ElasticModels:
                 "switches": self._n_switches,
                 "tokens": {str(level): self._n_tokens[level] for level in sorted(self._n_tokens)},
                 "contexts": [one.report() for one in self._contexts.values()],
-                "models": {path: one.report() for path, one in self._models.items()},
+                "models": {path: one.report() for (path, _), one in self._models.items()},
                 "left_alone": list(self._left_alone.values()),
             }
 

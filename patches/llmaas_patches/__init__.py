@@ -67,6 +67,7 @@ class Installed:
         """End paused requests, finish deferred work and restore every original; idempotent."""
         self._host.log_buffer.replay()
         self._host.end_paused()
+        self._host.give_up_parked()
         self.settle()
         _close(self._host)
         self._applied.revert()

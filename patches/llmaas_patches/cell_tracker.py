@@ -23,8 +23,15 @@ __all__ = [
 
 
 class Known(NamedTuple):
-    """Facts about a saved state, with the same meaning as in ``CellTracker``."""
+    """Facts about a saved state, with the same meaning as in ``CellTracker``.
 
+    Attributes:
+        tracker: Tracker of the context that saved the state.
+        n_alterations: Number of the tracker's ``alterations`` at that time.
+    """
+
+    tracker: CellTracker
+    n_alterations: int
     n_explained: int
     sparse_from: int | None
     app: str | None
@@ -130,6 +137,27 @@ class CellTracker:
         return bool(
             self.is_evaluating and n_tokens > 0 and batch.pos[n_tokens - 1] >= self.app_n_ctx
         )
+
+    def saved(self, n_tokens: int) -> Known:
+        """Return facts about a state of this context with ``n_tokens`` tokens."""
+        n_explained = min(self.n_explained, n_tokens)
+        return Known(self, len(self.alterations), n_explained, self.sparse_from, self.app)
+
+    def loaded(self, known: Known | None, app: str | None) -> None:
+        """Record that a state was loaded.
+
+        The cells of another context may be of another model, or of other settings, so they are
+        unexplained. The same holds for a state whose origin is unknown.
+
+        Args:
+            known: Facts about the state; None if its origin is unknown.
+            app: App that loads the state.
+        """
+        self.n_explained, self.sparse_from, self.app = 0, None, app
+        if known is not None:
+            self.sparse_from, self.app = known.sparse_from, known.app
+            if known.tracker is self and known.n_alterations == len(self.alterations):
+                self.n_explained = known.n_explained
 
     @contextmanager
     def lent(self) -> Iterator[None]:

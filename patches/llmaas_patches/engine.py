@@ -52,6 +52,7 @@ class LlamaEngine:
         n_outputs: Number of last prompt tokens that give logits and states in this request.
         n_said: Tokens in ``Llama``'s records of the running or last request, without those that a
             draft model only proposed.
+        app_drafts: Whether the app set a draft model of its own.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  facts that the host knows
@@ -74,6 +75,7 @@ class LlamaEngine:
         self.needs_all_logits = False
         self.n_outputs = 1
         self.n_said = 0
+        self.app_drafts = False
         self._outputs = Outputs(self.ctx, bool(llama._logits_all))
         setattr(llama._batch, OUTPUTS, self._outputs)
         self._has_restored = False
@@ -174,8 +176,9 @@ class LlamaEngine:
         """Warn once that requests on cells with unknown tokens are not stored or restored."""
         if not self._has_told:
             _log.warning(
-                "%s: the app changed cells without Llama's knowledge (by images or its own "
-                "batches); requests that continue from them are not served by plugins",
+                "%s: the app changed cells without Llama's knowledge (by images, its own "
+                "batches or another engine's state); requests that continue from them are not "
+                "served by plugins",
                 Path(self.llama.model_path).name,
             )
         self._has_told = True
@@ -239,6 +242,22 @@ class LlamaEngine:
             self._set_resident(self.resident_tokens()[:n])
         else:  # this memory cannot drop a range
             self.drop_resident()
+
+    def drop_unsaid(self, n_held: int) -> None:
+        """Drop the tokens that a plugin's draft model proposed and the app was not given.
+
+        Without drafts, they would not have been evaluated. If the app has evaluated tokens since,
+        or has a draft model of its own, everything stays.
+
+        Args:
+            n_held: Tokens in ``Llama``'s records when the app was given the last one.
+        """
+        llama = self.llama
+        is_proposed = llama.draft_model is not None and not self.app_drafts
+        if is_proposed and self.n_said < n_held == llama.n_tokens:
+            llama._ctx.kv_cache_seq_rm(0, self.n_said, -1)
+            llama.n_tokens = self.n_said
+            require_evaluation(llama)
 
     def drop_resident(self) -> None:
         """Empty sequence 0, in the cells and in ``Llama``'s records."""

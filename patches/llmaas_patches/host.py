@@ -79,6 +79,15 @@ class Host:
         for engine in engines:
             engine.end_paused()
 
+    def give_up_parked(self) -> None:
+        """Free plugins' sequences on the background thread: soon nothing hides them any more.
+
+        A context that is working keeps them, because no other thread may change its cells.
+        """
+        for tracker in {id(one): one for one in list(self.trackers.values())}.values():
+            if tracker.parked and all(end.is_paused for end in tracker.due):
+                self.background.defer(tracker.handles, tracker.give_up_parked)
+
     def disown(self, context_id: str) -> None:
         """Let requests that are still open in a persistent context save nothing at their end.
 

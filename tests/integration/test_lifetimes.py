@@ -326,3 +326,47 @@ def test_a_finalizer_that_would_wait_for_a_save_is_refused(patched, reference_mo
     assert saver.events == ["saved"]
     llama.eval([4])
     llama.close()
+
+
+def test_children_of_a_parent_that_activates_have_all_or_nothing(tmp_path):
+    """A thread activates and deactivates all the time; its children do the same, and answer."""
+    run(
+        """
+import logging, tempfile, threading, time
+from llama_cpp import llama_cpp
+from llmaas_plugins import active_suite
+logging.disable()  # the model has no levels
+original, is_over = llama_cpp.llama_decode, threading.Event()
+plugins = {"kv_chunks": {"store": sys.argv[1]}, "elastic": {}}
+
+def work():
+    while not is_over.is_set():
+        activate({"plugins": plugins}).deactivate()
+
+def child():
+    while active_suite() is not None:
+        active_suite().deactivate()
+    with activate({"on_error": "raise", "plugins": plugins | {"kv_chunks": {"store": folder}}}):
+        ask(opened(), TEXT)
+    assert llama_cpp.llama_decode is original, "patches are left"
+
+thread = threading.Thread(target=work)
+thread.start()
+for i in range(12):
+    time.sleep(0.004 * i)
+    with tempfile.TemporaryDirectory() as folder:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            code = 1
+            try:
+                child()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0, i
+is_over.set()
+thread.join()
+""",
+        tmp_path,
+    )

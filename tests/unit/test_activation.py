@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 
 import llama_cpp
 import pytest
@@ -19,7 +20,7 @@ from llmaas_hooks import (
     UnknownPluginError,
     hookimpl,
 )
-from llmaas_plugins import activate, active_suite, load_config
+from llmaas_plugins import activate, activation, active_suite, load_config
 
 RECORDER = {"plugins": {"recorder": {"level": 5}}}
 
@@ -190,7 +191,10 @@ def test_threads_share_one_suite(dist_plugins):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
-def test_a_child_forked_while_another_thread_activates_can_activate():
+@pytest.mark.parametrize("patience_s", [10.0, 0.1])
+def test_a_child_forked_while_another_thread_activates_can_activate(monkeypatch, patience_s):
+    """The fork waits for the activation, but not forever."""
+    monkeypatch.setattr(activation, "_PATIENCE_S", patience_s)
     inside, go_on = threading.Event(), threading.Event()
 
     class Slow:
@@ -202,8 +206,12 @@ def test_a_child_forked_while_another_thread_activates_can_activate():
     thread = threading.Thread(target=lambda: activate({}, {"slow": Slow()}).deactivate())
     thread.start()
     inside.wait()
+    timer = threading.Timer(1.0, go_on.set)
+    timer.start()
+    started = time.monotonic()
     found = in_child(lambda: activate({}).deactivate())
-    go_on.set()
+    assert (time.monotonic() - started > 0.8) == (patience_s > 1)
+    timer.join()
     thread.join()
     assert found == 0
 

@@ -10,7 +10,7 @@ from typing import Any
 from llama_cpp import Llama, LlamaState
 
 from llmaas_hooks import request_scope
-from llmaas_patches.cell_tracker import CellTracker, Known, address
+from llmaas_patches.cell_tracker import CellTracker, address
 from llmaas_patches.host import Host
 
 __all__ = [
@@ -148,23 +148,20 @@ def wrap_save_state(host: Host, original: Function) -> Function:
         state = original(self)
         tracker = host.trackers.get(address(self.ctx))
         if tracker is not None:
-            n_explained = min(tracker.n_explained, state.n_tokens)
-            host.states[state] = Known(n_explained, tracker.sparse_from, tracker.app)
+            host.states[state] = tracker.saved(state.n_tokens)
         return state
 
     return save_state
 
 
 def wrap_load_state(host: Host, original: Function) -> Function:
-    """Wrap ``Llama.load_state``: an unknown state is unexplained, as it may be of other weights."""
+    """Wrap ``Llama.load_state``: only states that the same context saved can be explained."""
 
     @functools.wraps(original)
     def load_state(self: Llama, state: LlamaState) -> None:
         original(self, state)
         tracker = host.trackers.get(address(self.ctx))
         if tracker is not None:
-            brought_along = Known(0, None, request_scope.current().app)
-            known = host.states.get(state, brought_along)
-            tracker.n_explained, tracker.sparse_from, tracker.app = known
+            tracker.loaded(host.states.get(state), request_scope.current().app)
 
     return load_state

@@ -66,6 +66,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
             engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
             while token is not None:
                 clock.token()
+                end.n_held = int(llama.n_tokens)
                 reply = yield token
                 clock.is_paused = False
                 try:
@@ -160,6 +161,7 @@ def _begin(
     resets = given.get("reset", True)
     if resets:
         engine.drop_sparse()
+    engine.app_drafts = llama.draft_model is not None
     request = _request(engine, tokens, given, scope)
     try:
         with request_scope.entered(scope):
@@ -225,7 +227,11 @@ class _Clock:
 
 
 class _End:
-    """Work to do at the end of a request."""
+    """Work to do at the end of a request.
+
+    Attributes:
+        n_held: Tokens in ``Llama``'s records when the last token was given to the app.
+    """
 
     def __init__(
         self, host: Host, engine: LlamaEngine, request: Request, clock: _Clock, n_reused: int
@@ -233,6 +239,7 @@ class _End:
         self.engine, self.clock = engine, clock
         self._host, self._request, self._n_reused = host, request, n_reused
         self._saves = True
+        self.n_held = 0
 
     @property
     def is_paused(self) -> bool:
@@ -245,6 +252,8 @@ class _End:
     def __call__(self) -> None:
         hooks, request = self._host.hooks, self._request
         try:
+            if self.n_held and _can_save(self.engine):
+                self.engine.drop_unsaid(self.n_held)
             if self._saves and _can_save(self.engine):
                 hooks.kv_save(request, self.engine.reusable_tokens())
         finally:

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 from leveled import N, Recorder, answered, report
+from llama_cpp import llama_cpp
 from switching import PROMPT, ask
 
 from llmaas_hooks import Levels, PluginError, hookimpl
@@ -165,3 +166,21 @@ def test_batches_of_the_apps_own_are_at_the_level_of_the_block(narrowing, engine
         assert recorder.taken(late) == [(0.5, 5)]
         late.close()
     assert go_on() == [0.9, 0.9]
+
+
+def test_a_model_is_not_taken_for_another_one_at_the_same_path(  # noqa: PLR0917  its fixtures
+    narrowing, engine, model, reference_model, tmp_path, monkeypatch
+):
+    """A relative path names another file in another folder."""
+    for name, path in (("one", model), ("two", reference_model)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.gguf").symlink_to(path)
+    suite = narrowing(level=0.4)
+    monkeypatch.chdir(tmp_path / "one")
+    llama = engine("model.gguf")
+    monkeypatch.chdir(tmp_path / "two")
+    engine("model.gguf")
+    params = llama_cpp.llama_context_default_params()
+    ctx = llama_cpp.llama_init_from_model(llama.model, params)
+    assert [one["level"] for one in report(suite)["contexts"]] == [0.4, 0.4]
+    llama_cpp.llama_free(ctx)
