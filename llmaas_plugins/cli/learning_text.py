@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from llmaas_plugins.model.forward import Evaluator
 
-__all__ = ["add_text_option", "learning_windows"]
+__all__ = ["add_text_option", "learning_windows", "own_text_path", "remove_progress"]
 
 _DIGEST_BYTES = 32
 _SEED = 0
@@ -40,6 +42,8 @@ def add_text_option(parser: argparse.ArgumentParser) -> None:
 def learning_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> NDArray[np.int32]:
     """Return windows of ``n_tokens`` tokens of text in all, or of the whole text if it is shorter.
 
+    All have the same length: a last window that is shorter is left out, unless it is the only one.
+
     Raises:
         ConfigError: A text cannot be read, or has no token.
         StoreError: The model's own text cannot be kept in ``folder``.
@@ -50,18 +54,42 @@ def learning_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> N
         if args.text:
             text = np.concatenate([_tokens(path, model) for path in args.text])
         else:
-            text = _own(evaluator, n_tokens, folder)
+            text = _own(evaluator, n_tokens, own_text_path(folder, n_tokens))
         if not len(text):
             raise ConfigError("the text is empty. Give a longer text with `--text FILE`.")
-        return evaluator.windows(text, n_tokens)
+        windows = list(evaluator.chosen(text, n_tokens))
+    if len(windows) > 1 and len(windows[-1]) < len(windows[0]):
+        windows.pop()
+    return np.stack(windows)
+
+
+def own_text_path(folder: Path, n_tokens: int) -> Path:
+    """Return the path of the text that the model writes itself."""
+    return folder / f"text-{n_tokens}.i32"
+
+
+def remove_progress(folder: Path, used: Iterable[Path], own_text: Path | None) -> None:
+    """Remove the files of a run that is complete, and their folder if it is empty then.
+
+    Args:
+        folder: Folder for progress, which other runs and the user may use, too.
+        used: Files that only this run can use.
+        own_text: Text that the model wrote for this run, if it did. It stays while there are
+            checkpoints of other runs, which may have learned from the same text.
+    """
+    with contextlib.suppress(OSError):  # the result is written; what is left does no harm
+        for path in used:
+            path.unlink(missing_ok=True)
+        if own_text is not None and not any(folder.glob("*.npz")):
+            own_text.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 # -- internals -----------------------------------------------------------------------------------
 
 
-def _own(evaluator: Evaluator, n_tokens: int, folder: Path) -> NDArray[np.int32]:
-    """Return text that the model writes, from the folder if it is there."""
-    path = folder / f"text-{n_tokens}.i32"
+def _own(evaluator: Evaluator, n_tokens: int, path: Path) -> NDArray[np.int32]:
+    """Return text that the model writes, from its file if it is there."""
     kept = _read(path, n_tokens, evaluator.n_vocab)
     if kept is None:
         with progress_bar("text", "token", n_tokens) as bar:

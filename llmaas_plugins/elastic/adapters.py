@@ -11,6 +11,7 @@ widths of the level give the number of their blocks.
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import ConfigError, StoreError
+from llmaas_hooks import ConfigError, FileStamp, StoreError
 from llmaas_hooks.native.low_rank import BLOCK, MAX_RANK, LowRank, blocks_dtype
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.elastic.adapter_index import (
@@ -38,6 +39,11 @@ from llmaas_plugins.files.partial_file import replaced
 from llmaas_plugins.model.gguf_header import GGUFHeader, read_header
 
 __all__ = ["Adapter", "read_adapters", "write_adapters"]
+
+_Part = tuple[int, str, bytes | memoryview]
+"""Rank, widths and bytes of a table's adapters."""
+
+_log = logging.getLogger("llmaas.elastic")
 
 _MATRICES = (*ROWS, *COLUMNS)
 _CHUNK_BYTES = 16 << 20
@@ -64,34 +70,37 @@ class Adapter:
 
 
 def write_adapters(
-    path: Path, table: str, adapters: Mapping[int, Mapping[str, Adapter]]
+    path: Path,
+    table: str,
+    adapters: Mapping[int, Mapping[str, Adapter]],
+    learned_on: FileStamp | None = None,
 ) -> Iterator[int]:
     """Write the adapters of all levels of a table into a prepared file, in place of older ones.
 
-    The file is written again as a whole and then replaced; every other byte stays.
+    The file is written again as a whole and then replaced; every other byte stays. Adapters of
+    other tables that are damaged are left out, and the log says so.
 
     Args:
         path: Path of the prepared file.
         table: Name of the table of widths that the adapters were trained for.
         adapters: Adapters by the index of the level, then by the name of the weight. Level 0 is the
             whole model, which has no adapters. A level, or a weight, may have none.
+        learned_on: State of the file when learning began; None for its state now.
 
     Yields:
         The numbers of bytes written.
 
     Raises:
         ConfigError: The file is not prepared or has no such table, or an adapter does not fit it.
-        StoreError: The file cannot be read or written, or its other adapters are damaged.
+        StoreError: The file cannot be read or written, or was changed meanwhile.
     """
+    stamp = learned_on or FileStamp.at(path)
+    _check_same(path, stamp)
     header, elastic = read_header(path), read_elastic(path)
     if elastic is None or table not in elastic.tables:
         what = "is not prepared" if elastic is None else f"has no table {table!r}"
         raise ConfigError(f"{path} {what}, so it cannot have adapters.")
-    parts: dict[str, tuple[int, str, bytes | memoryview]] = {
-        name: (one.rank, one.widths, _bytes_of(path, header, one))
-        for name, one in elastic.adapters.items()
-        if name != table
-    }
+    parts = _others(path, header, elastic, table)
     if any(adapters.values()):
         packed = _packed(elastic, table, adapters)
         rank = max(one.rank for level in packed.values() for one in level.values())
@@ -103,7 +112,8 @@ def write_adapters(
             at=at, n_bytes=len(content), crc32c=crc32c(content), rank=rank, widths=widths
         )
         at += len(content)
-    yield from replaced(path, _file(path, header, tables, [one for *_, one in parts.values()]))
+    contents = _file(path, header, tables, [one for *_, one in parts.values()])
+    yield from replaced(path, contents, lambda _fd: _check_same(path, stamp))
 
 
 def read_adapters(path: Path, elastic: Elastic, table: str) -> LevelAdapters:
@@ -136,6 +146,27 @@ def read_adapters(path: Path, elastic: Elastic, table: str) -> LevelAdapters:
 # -- inside --------------------------------------------------------------------------------------
 
 _REMEDY = "Train them again with `llmaas elastic recover`, or set `adapters = false`."
+
+
+def _check_same(path: Path, stamp: FileStamp | None) -> None:
+    if FileStamp.at(path) != stamp:
+        raise StoreError(
+            f"{path} was replaced or changed while its adapters were learned; they were not "
+            "written. Run the same command again: it goes on from its progress."
+        )
+
+
+def _others(path: Path, header: GGUFHeader, elastic: Elastic, table: str) -> dict[str, _Part]:
+    """Return the adapters of the other tables, except damaged ones."""
+    found = dict[str, _Part]()
+    for name, one in elastic.adapters.items():
+        if name == table:
+            continue
+        try:
+            found[name] = one.rank, one.widths, _bytes_of(path, header, one)
+        except StoreError as error:
+            _log.warning("adapters of the table %r are left out: %s", name, error)
+    return found
 
 
 def _bytes_of(path: Path, header: GGUFHeader, place: AdapterTable) -> memoryview:

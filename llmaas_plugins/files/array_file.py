@@ -36,8 +36,12 @@ def write_arrays(path: Path, about: Mapping[str, Any], arrays: Arrays) -> None:
         arrays: The arrays.
 
     Raises:
+        TypeError: An array has Python objects, which cannot be read again.
         StoreError: The file cannot be written.
     """
+    for name, array in arrays.items():
+        if array.dtype.hasobject:
+            raise TypeError(f"the array {name} has Python objects, expected numbers.")
     text = json.dumps({**about, "sha256": _checksum(arrays)}).encode()
     entries: dict[str, Any] = {_ABOUT: np.frombuffer(text, np.uint8), **arrays}
     partial = path.with_name(f"{path.name}.partial")
@@ -45,7 +49,7 @@ def write_arrays(path: Path, about: Mapping[str, Any], arrays: Arrays) -> None:
         try:
             os.ftruncate(fd, 0)
             with os.fdopen(os.dup(fd), "wb") as file:
-                np.savez(file, allow_pickle=False, **entries)
+                np.savez(file, **entries)  # before numpy 2.2, any keyword becomes an array
             os.fsync(fd)
             partial.replace(path)
         except BaseException:

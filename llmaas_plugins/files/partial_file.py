@@ -40,6 +40,8 @@ def replaced(
 ) -> Iterator[int]:
     """Write a whole file, or leave an existing one unchanged; yield the numbers of bytes written.
 
+    The file keeps the permissions of an existing one.
+
     Args:
         path: Path of the file.
         contents: Bytes of the file, in pieces.
@@ -52,17 +54,32 @@ def replaced(
     partial, n_written = path.with_name(f"{path.name}.partial"), 0
     with as_store_error(f"cannot write {path}"), taken(partial) as fd, _removed(partial):
         os.ftruncate(fd, 0)
+        mode = _mode_of(path)
+        if mode is not None:
+            os.fchmod(fd, _PRIVATE)  # a mode without writing would keep the next process out
         for content in contents:
             write(fd, content, n_written)
             n_written += len(content)
             yield len(content)
         finish(fd)
+        if mode is not None:
+            os.fchmod(fd, mode)
         os.fsync(fd)
         partial.replace(path)
         sync_directory(path.parent)
 
 
 # -- inside --------------------------------------------------------------------------------------
+
+_PRIVATE = 0o600
+
+
+def _mode_of(path: Path) -> int | None:
+    """Return the permissions of a file; None if there is no file."""
+    try:
+        return stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        return None
 
 
 @contextlib.contextmanager

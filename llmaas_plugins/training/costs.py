@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 
 from llmaas_plugins.elastic.torch_model import Decoder
 from llmaas_plugins.machine import resident_bytes
@@ -16,21 +18,44 @@ from llmaas_plugins.training.objectives import MOST_LOGITS, Objective
 from llmaas_plugins.training.recovery import Recipe, Texts
 from llmaas_plugins.training.student import Level
 
-__all__ = ["level_seconds", "memory_bytes", "weights_bytes"]
+__all__ = ["level_seconds", "memory_bytes", "step_seconds", "weights_bytes"]
+
+_WARM_TOKENS = 32
 
 
 def level_seconds(level: Level, texts: Texts, recipe: Recipe) -> float:
     """Return the seconds that a level will take, from one step that changes nothing."""
     windows = texts.training[: recipe.n_rows]
-    started = time.monotonic()
-    outputs = level(torch.from_numpy(windows[:, :-1].astype(np.int32)))
-    _, gradient = Objective(level.teacher, recipe.loss)(outputs, windows)
-    outputs.backward(gradient)
-    level.zero_grad(set_to_none=True)
-    step_s = time.monotonic() - started
+    step_s = step_seconds(level, Objective(level.teacher, recipe.loss), windows)
     # a window without gradients takes about half as long; the closed form reads each three times
     n_others = 2 * len(texts.held_out) + 3 * N_WINDOWS * recipe.is_fitted
     return step_s * (recipe.n_steps(windows.shape[1]) + n_others / (2 * recipe.n_rows))
+
+
+def step_seconds(
+    module: nn.Module, objective: Objective, windows: NDArray[np.int32], n_prompt: int = 0
+) -> float:
+    """Return the seconds of a step that changes nothing.
+
+    A short step comes first: the first one of a process takes longer, as it loads modules.
+
+    Args:
+        module: Module that learns.
+        objective: Loss of its outputs.
+        windows: Windows of the step.
+        n_prompt: First tokens of each window that the objective leaves out.
+    """
+    _step(module, objective, windows[:1, : n_prompt + _WARM_TOKENS + 1])
+    started = time.monotonic()
+    _step(module, objective, windows)
+    return time.monotonic() - started
+
+
+def _step(module: nn.Module, objective: Objective, windows: NDArray[np.int32]) -> None:
+    outputs = module(torch.from_numpy(windows[:, :-1].astype(np.int32)))
+    _, gradient = objective(outputs, windows)
+    outputs.backward(gradient)
+    module.zero_grad(set_to_none=True)
 
 
 def weights_bytes(path: Path) -> int:

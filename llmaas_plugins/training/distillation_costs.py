@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
-import torch
-
 from llmaas_plugins.elastic.units import Blocks
 from llmaas_plugins.flash_weights.calibration import SPARSITIES
 from llmaas_plugins.machine import resident_bytes
+from llmaas_plugins.training.costs import step_seconds
 from llmaas_plugins.training.distillation import JUDGED, SparseRecipe, Windows
 from llmaas_plugins.training.objectives import MOST_LOGITS, Objective
 from llmaas_plugins.training.sparse_student import SparseStudent
@@ -54,12 +51,8 @@ def distillation_seconds(
     """Return the seconds that distillation will take, from one step that changes nothing."""
     some = windows[: recipe.n_rows]
     student.teacher.mask = recipe.mask(recipe.sparsity_at(0))
-    started = time.monotonic()
-    outputs = student(torch.from_numpy(some[:, :-1]))
-    _, gradient = Objective(student.teacher, recipe.loss, recipe.n_prompt)(outputs, some)
-    outputs.backward(gradient)
-    student.zero_grad(set_to_none=True)
-    step_s = time.monotonic() - started
+    objective = Objective(student.teacher, recipe.loss, recipe.n_prompt)
+    step_s = step_seconds(student, objective, some, recipe.n_prompt)
     # a window that is judged takes about half as long, as it needs no gradient
     n_others = 2 * len(JUDGED) * n_held_out + len(SPARSITIES)
     return step_s * (recipe.n_steps(windows.shape[1]) + n_others / (2 * recipe.n_rows))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -98,14 +99,16 @@ class Outcome(NamedTuple):
     Attributes:
         before: Mean quality without the adapter, on the windows held out.
         after: Mean quality with the adapter, as it is stored.
-        is_better: Whether the adapter improves the level beyond chance.
+        is_better: Whether the adapter improves the level, and its older adapter, beyond chance.
         adapters: Adapters by weight name, padded with zeros to the whole weights.
+        older: Mean quality with the level's older adapter, if it has one.
     """
 
     before: Quality
     after: Quality
     is_better: bool
     adapters: Mapping[str, Adapter]
+    older: Quality | None = None
 
     @property
     def closure(self) -> float | None:
@@ -140,6 +143,7 @@ def recover(  # noqa: PLR0913 -- of what, from what, how, with whom, kept where
     texts: Texts,
     recipe: Recipe,
     *,
+    older: Level | None = None,
     workers: Workers | None = None,
     kept: Kept | None = None,
     progress: Callable[[int], None] = lambda _n: None,
@@ -150,6 +154,7 @@ def recover(  # noqa: PLR0913 -- of what, from what, how, with whom, kept where
         level: The level, with an adapter that changes nothing.
         texts: Text to learn from and to judge by.
         recipe: How to learn.
+        older: The level with its older adapter, which a new one must improve, too.
         workers: Processes that train together; each calls this function.
         kept: Where to keep the training. It goes on from a checkpoint that exists there.
         progress: Called with the number of tokens just trained on.
@@ -173,7 +178,8 @@ def recover(  # noqa: PLR0913 -- of what, from what, how, with whom, kept where
     )
     adapters = _stored(level)
     after = judge(level, texts.held_out)
-    return _outcome(before, after, recipe, adapters)
+    rival = None if older is None else judge(older, texts.held_out)
+    return _outcome(before, after, recipe, adapters, rival)
 
 
 def judge(level: Level, windows: Windows) -> list[Quality]:
@@ -186,7 +192,13 @@ def judge(level: Level, windows: Windows) -> list[Quality]:
     return found
 
 
-def run_identity(path: Path, widths: Widths, texts: Texts, recipe: Recipe) -> str:
+def run_identity(
+    path: Path,
+    widths: Widths,
+    texts: Texts,
+    recipe: Recipe,
+    biases: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+) -> str:
     """Return the SHA-256 of everything that a level's training depends on.
 
     Args:
@@ -194,6 +206,7 @@ def run_identity(path: Path, widths: Widths, texts: Texts, recipe: Recipe) -> st
         widths: Widths of the level.
         texts: Text to learn from.
         recipe: How to learn.
+        biases: Biases of the level, by weight name.
     """
     about = {
         "model": _weights_digest(path),
@@ -201,6 +214,10 @@ def run_identity(path: Path, widths: Widths, texts: Texts, recipe: Recipe) -> st
         "neurons": widths.neurons.tolist(),
         "text": hashlib.sha256(np.ascontiguousarray(texts.training, "<i4").tobytes()).hexdigest(),
         "recipe": asdict(recipe),
+        "biases": {
+            name: hashlib.sha256(np.ascontiguousarray(bias, "<f4").tobytes()).hexdigest()
+            for name, bias in biases.items()
+        },
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
@@ -237,12 +254,21 @@ def _outcome(
     after: Sequence[Quality],
     recipe: Recipe,
     adapters: Mapping[str, Adapter],
+    older: Sequence[Quality] | None = None,
 ) -> Outcome:
     column = "kl" if recipe.loss == "kl" else "loss"
+    is_better = _improves(before, after, column)
+    if older is None:
+        return Outcome(_mean(before), _mean(after), is_better, adapters)
+    is_better = is_better and _improves(older, after, column)
+    return Outcome(_mean(before), _mean(after), is_better, adapters, _mean(older))
+
+
+def _improves(before: Sequence[Quality], after: Sequence[Quality], column: str) -> bool:
+    """Return whether a value of the windows is lower beyond chance."""
     gains = np.array([getattr(b, column) for b in before]) - [getattr(a, column) for a in after]
     error = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    is_better = bool(gains.mean() > _SURE * error) and bool(gains.mean() > 0)
-    return Outcome(_mean(before), _mean(after), is_better, adapters)
+    return bool(gains.mean() > _SURE * error) and bool(gains.mean() > 0)
 
 
 def _mean(found: Sequence[Quality]) -> Quality:

@@ -222,11 +222,11 @@ class _Blocks:
         self._scales = torch.from_numpy(grid.scales.astype(np.float32))
         self._mins = None if grid.mins is None else torch.from_numpy(grid.mins.astype(np.float32))
         self._least, self._most = grid.least, grid.most
-        self._peaks = _peaks(values).clamp_min(torch.finfo(torch.float32).tiny)
+        self._peaks = _peaks(values)
 
     def numbers(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return whole numbers, ``(n_rows, n_blocks, 32)``, with scales and mins of the blocks."""
-        growth = _peaks(values) / self._peaks
+        growth = torch.where(self._peaks > 0, _peaks(values) / self._peaks, 1.0)  # zeros had none
         scales = (self._scales * growth).half().float()
         mins = None if self._mins is None else (self._mins * growth).half().float()
         blocks = _blocked(values)

@@ -6,6 +6,7 @@ Both use the same frozen weights: the level's matrices are views of the whole mo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from llmaas_hooks.native.low_rank import LowRank
 from llmaas_plugins.elastic.torch_model import Decoder, Weights
 from llmaas_plugins.elastic.units import Blocks, Widths
 
@@ -174,6 +176,15 @@ class Level(nn.Module):
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         """Return copies of the parameters by name."""
         return {name: each.detach().numpy().copy() for name, each in self.adapters.items()}
+
+    def put(self, stored: Mapping[str, LowRank]) -> None:
+        """Use stored adapters, which may have other ranks, by the names of their weights."""
+        for layer, name in product(range(self.teacher.blocks.n_layers), ADAPTED):
+            one = stored.get(f"blk.{layer}.{name}.weight")
+            if one is not None:
+                for part, values in zip("ab", one.floats(), strict=True):
+                    tensor = torch.from_numpy(np.ascontiguousarray(values))
+                    self.adapters[f"{layer}:{name}:{part}"] = nn.Parameter(tensor)
 
     def load(self, arrays: Mapping[str, NDArray[np.float32]]) -> None:
         """Set the parameters."""

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from llmaas_hooks import ConfigError
 from llmaas_plugins.signals import signals_wait
 from llmaas_plugins.training.batches import Batches
 from llmaas_plugins.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -26,6 +27,8 @@ from llmaas_plugins.training.workers import Workers
 __all__ = ["Kept", "Settings", "train"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_WRITING_RATIO = 20
+"""Least ratio of the time between two checkpoints to the time that writing one takes."""
 
 
 class Objective(Protocol):
@@ -69,7 +72,7 @@ class Kept:
     Attributes:
         path: Path of the checkpoint.
         identity: SHA-256 of everything that the run depends on.
-        every_s: Seconds between checkpoints.
+        every_s: Least seconds between checkpoints.
     """
 
     path: Path
@@ -102,7 +105,7 @@ def train(  # noqa: PLR0913 -- what learns, from what, and how
             checkpoint and NaN.
 
     Raises:
-        ConfigError: The checkpoint is damaged, or of another run.
+        ConfigError: The checkpoint is damaged, or of another run; or learning diverged.
         StoreError: The checkpoint cannot be read or written.
     """
     run = _Run(module, settings, workers or Workers(), kept)
@@ -136,20 +139,25 @@ class _Run:
         self._resume()
         self._module = workers.together(module)
         self._kept_step, self._kept_at = self.step, time.monotonic()
+        self._wait_s = kept.every_s if kept else math.inf
 
     def advance(self, objective: Objective, windows: NDArray[np.int32]) -> float:
-        """Do one step, and return its loss."""
+        """Do one step, and return its loss.
+
+        Raises:
+            ConfigError: Learning diverged. The parameters stay as they were before the step.
+        """
         outputs = self._module(torch.from_numpy(windows[:, :-1].astype(np.int32)))
         loss, gradient = objective(outputs, windows)
         outputs.backward(gradient)
-        torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.most_norm)
+        self._clip()
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.rate_at(self.step)
         with signals_wait():
             self._optimizer.step()
             self.step += 1
         self._optimizer.zero_grad(set_to_none=True)
-        if self._kept is not None and time.monotonic() - self._kept_at > self._kept.every_s:
+        if self._kept is not None and time.monotonic() - self._kept_at > self._wait_s:
             self.keep()
         return loss
 
@@ -157,10 +165,21 @@ class _Run:
         """Write a checkpoint if there are new steps."""
         if self._kept is None or not self._workers.is_first or self.step == self._kept_step:
             return
+        started = time.monotonic()
         with signals_wait():
             checkpoint = Checkpoint(self.step, self._arrays())
             write_checkpoint(self._kept.path, self._kept.identity, checkpoint)
         self._kept_step, self._kept_at = self.step, time.monotonic()
+        self._wait_s = max(self._kept.every_s, _WRITING_RATIO * (self._kept_at - started))
+
+    def _clip(self) -> None:
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.most_norm)
+        if not math.isfinite(norm):
+            raise ConfigError(
+                f"learning diverged at step {self.step + 1}: the gradient's norm is {float(norm)}, "
+                "expected a finite number. Check the model, or learn from another text with "
+                "`--text FILE` or another number of tokens with `--tokens N`."
+            )
 
     def _arrays(self) -> dict[str, NDArray[np.float32]]:
         found = {name: each.detach().numpy() for name, each in self._parameters.items()}

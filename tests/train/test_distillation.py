@@ -111,6 +111,14 @@ def test_gradients_of_a_masked_product_by_hand(teacher, is_straight):
     np.testing.assert_allclose(tensors["w"].grad, c[2:].T @ read, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.01])
+def test_a_block_of_zeros_keeps_its_scale(scale):
+    grid = Grid(np.zeros((1, 32), np.int8), np.full((1, 1), scale, np.float16), None, -8, 7)
+    first = torch.from_numpy(grid.values)
+    found = sparse_student.rounded(first + 0.012, first, grid)
+    assert found.unique().tolist() == [np.float32(np.float16(scale))]
+
+
 @pytest.mark.parametrize("has_mins", [False, True])
 def test_rounding_by_hand(has_mins):
     rng = np.random.default_rng(2)

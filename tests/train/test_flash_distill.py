@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import signal
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ def check_report(report, model):
     for row in report["sparsities"]:
         assert row["perplexity_dense"] < row["perplexity_before"]
         assert row["kl"] < row["kl_before"] or row["sparsity"] < 0.6
-    assert not model.with_suffix(".distill").exists()
+    assert not model.with_name("model.channels.distill").exists()
 
 
 def divergence(expected, found):
@@ -157,7 +158,7 @@ class Bar:
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_learned_and_the_file(model, monkeypatch, capfd):
-    folder, text = model.with_suffix(".distill"), model.with_suffix(".txt")
+    folder, text = model.with_name("model.channels.distill"), model.with_suffix(".txt")
     before = channel_path(model).read_bytes()
     learning = [Bar(3), Bar()]
     monkeypatch.setattr(
@@ -198,9 +199,39 @@ def test_too_little_memory_is_said_first(model, monkeypatch, capfd):
     monkeypatch.setattr(machine, "available_bytes", lambda: 0)
     assert main(["flash", "distill", str(model)]) == 2
     said = capfd.readouterr().err
-    assert "of memory, but" in said
+    assert "of memory, but 0 KiB are available" in said  # its own memory counts once
     assert "Run it on a machine with more memory" in said
-    assert not model.with_suffix(".distill").exists()
+    assert not model.with_name("model.channels.distill").exists()
+
+
+@pytest.mark.parametrize(("older", "left"), [(None, b"new"), (0.2, b"old"), (0.4, b"new")])
+def test_a_better_older_file_stays(tmp_path, monkeypatch, older, left):
+    from llmaas_plugins.flash_weights import channels
+    from llmaas_plugins.training import distillation
+
+    found = {"judging before": 0.5, "judging after": 0.3, "judging the older file": older}
+    path, made = tmp_path / "model.channels", tmp_path / "distilled.channels"
+    path.write_bytes(b"old")
+    job = Mock(folder=tmp_path, own_text=None)
+    monkeypatch.setattr(distillation, "is_better", lambda before, after: before > after)
+    monkeypatch.setattr(channels, "open_channels", lambda *_: Mock(distilled=older))
+    monkeypatch.setattr(flash_distill, "_judged", lambda _job, what: found[what])
+    monkeypatch.setattr(flash_distill, "_write", lambda *_: made.write_bytes(b"new"))
+    monkeypatch.setattr(flash_distill, "_train", lambda _job: tmp_path / "run.npz")
+    for name in ("_load", "report_of", "lines_of", "print_report"):
+        monkeypatch.setattr(flash_distill, name, lambda *_: None)
+    flash_distill._run(job, path)
+    assert path.read_bytes() == left
+    assert not made.exists()
+
+
+def test_the_folder_is_never_the_output(model, monkeypatch):
+    folders = []
+    monkeypatch.setattr(flash_distill, "_job", lambda *args: folders.append(args[-1]))
+    monkeypatch.setattr(flash_distill, "_run", lambda *_: None)
+    output = model.with_name("new.distill")
+    assert main(["flash", "distill", str(model), "-o", str(output)]) == 0
+    assert folders == [model.with_name("new.distill.distill")]
 
 
 def test_the_model_is_not_overwritten(model, capfd):

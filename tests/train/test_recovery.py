@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from elastic_models import shuffled, write
+from damages import flip
+from elastic_models import adapters_of, shuffled, write
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.data import packaged_documents
 from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli import learning_text
+from llmaas_hooks.native.low_rank import LowRank
 from llmaas_plugins.cli.elastic import recover as elastic_recover
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.elastic.adapters import read_adapters, write_adapters
@@ -117,6 +118,31 @@ def test_an_adapter_that_helps_by_chance_only_is_not_better():
     assert recovery._outcome(before, [objectives_quality(0.4)] * 2, RECIPE, {}).is_better
 
 
+def test_an_adapter_that_is_no_better_than_the_older_one_is_not_better(prepared):
+    texts, short = recovery.Texts(WINDOWS, WINDOWS), replace(RECIPE, n_tokens=64)
+    older = level_of(prepared)
+    first = recovery.recover(older, texts, RECIPE)
+    assert recovery.recover(level_of(prepared), texts, short).is_better
+    found = recovery.recover(level_of(prepared), texts, short, older=older)
+    assert found.older == first.after
+    assert not found.is_better
+    better = recovery.Quality(0.0, 3.0, 3.0)
+    before, middle = ([objectives_quality(kl)] * 2 for kl in (0.5, 0.4))
+    assert recovery._outcome(before, [better] * 2, RECIPE, {}, middle).is_better
+
+
+def test_a_level_can_use_a_stored_adapter_of_another_rank(prepared):
+    level = level_of(prepared, rank=2)
+    given = adapters_of(level.teacher.blocks, [LEVEL], rank=3)[LEVEL]
+    name = "blk.0.attn_q.weight"
+    n_in, n_out = student.dimensions_of(level.teacher.blocks, level.widths, 0, "attn_q")
+    stored = LowRank.of(given[name].a[:, :n_in], given[name].b[:n_out])
+    level.put({name: stored})
+    for found, expected in zip(level.pair(0, "attn_q"), stored.floats(), strict=True):
+        np.testing.assert_array_equal(found.detach().numpy(), expected)
+    assert not level.pair(0, "ffn_down")[1].any()
+
+
 def objectives_quality(kl):
     return recovery.Quality(kl, 3.0 + kl, 3.0)
 
@@ -130,8 +156,10 @@ def test_a_run_depends_on_everything_that_it_is_made_of(prepared, trained):
         of(prepared, widths[LEVEL + 1], texts, RECIPE),
         of(prepared, widths[LEVEL], recovery.split(WINDOWS + 1), RECIPE),
         of(prepared, widths[LEVEL], texts, replace(RECIPE, seed=1)),
+        of(prepared, widths[LEVEL], texts, RECIPE, {"blk.0.ffn_down.weight": np.zeros(4, "f4")}),
+        of(prepared, widths[LEVEL], texts, RECIPE, {"blk.0.ffn_down.weight": np.ones(4, "f4")}),
     }
-    assert len(found) == 5
+    assert len(found) == 7
 
 
 def test_adapters_in_the_file_do_not_change_a_runs_identity(prepared, tmp_path):
@@ -152,6 +180,25 @@ def test_costs_are_estimated(prepared, is_kept):
     assert all(parameter.grad is None for parameter in level.parameters())
     small, large = (costs.memory_bytes(prepared, teacher, RECIPE, n) for n in (32, 512))
     assert small < large < 4 << 30
+
+
+def test_the_first_step_of_a_process_is_not_measured(monkeypatch):
+    seen, now = [], [0.0]
+
+    class Module(torch.nn.Linear):
+        def forward(self, windows):
+            seen.append(tuple(windows.shape))
+            now[0] += 100 if len(seen) == 1 else 1
+            return super().forward(windows[..., None].float())
+
+    def objective(outputs, _windows):
+        return 0.0, torch.ones_like(outputs)
+
+    monkeypatch.setattr(costs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    module, windows = Module(1, 1), np.zeros((2, 512), np.int32)
+    assert costs.step_seconds(module, objective, windows, n_prompt=64) == 1
+    assert seen == [(1, 96), (2, 511)]
+    assert module.weight.grad is None
 
 
 # -- the command ---------------------------------------------------------------------------------
@@ -177,7 +224,7 @@ def test_the_command_writes_adapters_that_help(model, capfd):
     names = {f"blk.{i}.{one}.weight" for i in range(8) for one in (*ROWS, *COLUMNS)}
     assert all(weights.keys() == names for weights in found.values())
     assert {one.rank for weights in found.values() for one in weights.values()} == {8}
-    assert not model.with_suffix(".recovery").exists()
+    assert not model.with_name("model.elastic.gguf.recovery").exists()
     assert not shown
 
     # another level leaves the first ones there, and nothing is written that does not help
@@ -215,7 +262,7 @@ class Bar:
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_learned(model, monkeypatch, capfd):
-    text, folder = model.with_name("text.txt"), model.with_suffix(".recovery")
+    text, folder = model.with_name("text.txt"), model.with_name("model.elastic.gguf.recovery")
     command = ["elastic", "recover", str(model), "--tokens", "2048", "--levels", "0.3"]
     bars = [Bar(2), Bar(0), Bar(0)]  # one level, the same level again, and writing
     monkeypatch.setattr(elastic_recover, "progress_bar", lambda *_: bars.pop(0))
@@ -231,6 +278,57 @@ def test_ctrl_c_keeps_what_was_learned(model, monkeypatch, capfd):
     assert not folder.exists()
 
 
+@pytest.fixture
+def quickly(model, monkeypatch):
+    """Return a command that learns nothing, and the list of what is done instead."""
+    done, blocks = [], read_elastic(model).blocks
+
+    def learned(*_):
+        is_better = all(each() is not False for each in done)
+        quality = objectives_quality(0.5)
+        return recovery.Outcome(quality, quality, is_better, adapters_of(blocks, [LEVEL])[LEVEL])
+
+    monkeypatch.setattr(elastic_recover, "_learned", learned)
+    monkeypatch.setattr(elastic_recover, "_say_time", lambda _job: None)
+    text = str(model.with_name("text.txt"))
+    return ["elastic", "recover", str(model), "--levels", "0.3", "--text", text], done
+
+
+def test_other_runs_and_other_files_stay(model, quickly):
+    folder = model.with_name("model.elastic.gguf.recovery")
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    (folder / "0.3-0123456789abcdef.npz").write_bytes(b"another run")
+    command, done = quickly
+    done.append(lambda: (folder / "text-123.i32").write_bytes(b"another run's"))
+    assert main(command) == 0
+    names = {each.name for each in folder.iterdir()}
+    assert names == {"notes.txt", "0.3-0123456789abcdef.npz", "text-123.i32"}
+
+
+def test_a_file_that_was_replaced_while_it_learned_stays(model, trained, quickly, capfd):
+    command, done = quickly
+    done.append(lambda: shutil.copy(trained, model.with_name("new")).replace(model))
+    assert main(command) == 2
+    assert "was replaced or changed while its adapters were learned" in capfd.readouterr().err
+    assert model.read_bytes() == trained.read_bytes()
+    assert model.with_name("model.elastic.gguf.recovery").is_dir()
+
+
+@pytest.mark.parametrize("is_better", [True, False])
+def test_damaged_adapters_are_replaced(model, quickly, caplog, is_better):
+    blocks = read_elastic(model).blocks
+    write(write_adapters(model, "uniform", adapters_of(blocks, [LEVEL])))
+    flip(model, model.stat().st_size - 1)
+    command, done = quickly
+    done.append(lambda: is_better)
+    assert main(command) == 0
+    (said,) = caplog.messages
+    assert "are damaged or were learned for other widths; this command replaces them" in said
+    found = read_adapters(model, read_elastic(model), "uniform")
+    assert len(found) == is_better
+
+
 def test_a_level_that_the_file_lacks_is_refused(model, capfd):
     assert main(["elastic", "recover", str(model), "--levels", "0.65"]) == 2
     assert "has no level 0.65 below 1, expected some of 0.9" in capfd.readouterr().err
@@ -243,15 +341,3 @@ def test_a_text_that_is_too_short_is_refused(model, capfd):
     short.write_text("hello " * 20)
     assert main(["elastic", "recover", str(model), "--text", str(short)]) == 2
     assert "the text fills 1 windows of" in capfd.readouterr().err
-
-
-def test_own_text_is_kept_until_it_was_learned_from(tmp_path):
-    path = tmp_path / "text-8.i32"
-    tokens = np.arange(8, dtype="<i4")
-    content = tokens.tobytes()
-    path.write_bytes(hashlib.sha256(content).digest() + content)
-    assert learning_text._read(path, 8, 100).tolist() == tokens.tolist()
-    assert learning_text._read(path, 7, 100) is None  # too long
-    assert learning_text._read(path, 8, 7) is None  # a token that the model does not have
-    path.write_bytes(path.read_bytes()[:-1])
-    assert learning_text._read(path, 8, 100) is None  # torn

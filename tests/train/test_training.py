@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -217,7 +219,8 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(prepared, tmp_path, n
     assert again == [sum(done)]  # nothing is left to do
 
 
-def test_checkpoints_are_written_while_it_runs(prepared, tmp_path):
+def test_checkpoints_are_written_while_it_runs(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "_WRITING_RATIO", 0)
     kept, steps = trainer.Kept(tmp_path / "run.npz", IDENTITY, every_s=0.0), []
     shapes = {name: tuple(each.shape) for name, each in level_of(prepared).named_parameters()}
     shapes |= {f"{name}|{m}": s for name, s in shapes.items() for m in ("exp_avg", "exp_avg_sq")}
@@ -228,6 +231,41 @@ def test_checkpoints_are_written_while_it_runs(prepared, tmp_path):
 
     learn(level_of(prepared), kept, look)
     assert steps == list(range(SETTINGS.n_steps + 1))
+
+
+def test_checkpoints_take_a_small_share_of_the_time(prepared, tmp_path, monkeypatch):
+    now, steps = [0.0], []
+
+    def write(_path, _identity, found):
+        now[0] += 2
+        steps.append(found.step)
+
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(trainer, "write_checkpoint", write)
+
+    def progress(n, loss):
+        now[0] += 15 * (not np.isnan(loss))
+
+    kept = trainer.Kept(tmp_path / "run.npz", IDENTITY, every_s=14)
+    learn(level_of(prepared), kept, progress, replace(SETTINGS, n_steps=9))
+    assert steps == [2, 5, 8, 9]  # one that takes 2 s is written every 40 s
+
+
+def test_a_run_that_diverges_keeps_what_was_finite(prepared, tmp_path, monkeypatch):
+    kept, real = trainer.Kept(tmp_path / "run.npz", IDENTITY), objectives.Objective.__call__
+    calls = []
+
+    def diverges(*args):
+        calls.append(args)
+        loss, gradient = real(*args)
+        return loss, gradient * (float("inf") if len(calls) == 3 else 1)
+
+    monkeypatch.setattr(objectives.Objective, "__call__", diverges)
+    with pytest.raises(ConfigError, match=r"learning diverged at step 3: .* is nan, expected"):
+        learn(level_of(prepared), kept)
+    done = []
+    learn(level_of(prepared), kept, lambda n, _loss: done.append(n))
+    assert done[0] == 2 * 2 * WINDOWS.shape[1]
 
 
 ARRAYS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float32)}

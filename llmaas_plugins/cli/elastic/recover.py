@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import ConfigError
+from llmaas_hooks import ConfigError, FileStamp, StoreError
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.learning_text import add_text_option, learning_windows
+from llmaas_plugins.cli.learning_text import (
+    add_text_option,
+    learning_windows,
+    own_text_path,
+    remove_progress,
+)
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import at_least, require_torch
 from llmaas_plugins.cli.output import counted, duration_text, print_report, progress_bar, size_text
 from llmaas_plugins.files.file_bytes import as_store_error
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from llmaas_plugins.elastic.metadata import Elastic
+    from llmaas_plugins.elastic.parts import LevelAdapters
+    from llmaas_plugins.elastic.units import Widths
     from llmaas_plugins.training.recovery import Outcome, Recipe, Texts
     from llmaas_plugins.training.student import Level, Teacher
+    from llmaas_plugins.training.trainer import Kept
     from llmaas_plugins.training.workers import Workers
 
 __all__ = ["add_recover"]
@@ -29,6 +40,8 @@ __all__ = ["add_recover"]
 _N_TOKENS, _N_QUICK = 262_144, 8_192
 _RANK, _MOST_RANK = 8, 64
 _LEAST_TOKENS, _WINDOW = 2_048, 512
+
+_log = logging.getLogger("llmaas.cli")
 
 
 def add_recover(actions: Any) -> None:
@@ -83,18 +96,21 @@ def recover(args: argparse.Namespace) -> int:
     require_torch("learning adapters")
     from llmaas_plugins.training.workers import workers
 
-    elastic, table = _prepared(args)
-    levels = _chosen(args, elastic)
-    folder = args.model.with_suffix(".recovery")
+    prepared = _prepared(args)
+    levels = _chosen(args, prepared.elastic)
+    folder = args.model.with_name(f"{args.model.name}.recovery")
     then = f"progress is kept in {folder}; the same command goes on"
     with stoppable(then), workers() as group:
         if group.is_first:
             with as_store_error(f"cannot make {folder}"):
                 folder.mkdir(exist_ok=True)
-        job = _job(args, elastic, table, group, folder)
-        found = {level: _learned(job, level) for level in levels}
+        job = _job(args, prepared, group, folder)
+        kept = {level: _kept(job, level) for level in levels}
+        found = {level: _learned(job, level, kept[level]) for level in levels}
         if group.is_first:
             _write(args.model, job, found)
+            text = None if args.text else own_text_path(folder, _n_text(job.recipe.n_tokens))
+            remove_progress(folder, [one.path for one in kept.values()], text)
             print_report(args, _report(job, found), _lines(job, found))
     return 0
 
@@ -103,13 +119,29 @@ def recover(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The prepared file as it is when the command starts.
+
+    Attributes:
+        stamp: State of the file.
+        elastic: Metadata of the file.
+        table: Name of the table of widths.
+        older: Adapters of the table; None if they cannot be used.
+    """
+
+    stamp: FileStamp | None
+    elastic: Elastic
+    table: str
+    older: LevelAdapters | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Job:
     """Everything that learning needs.
 
     Attributes:
         args: Arguments of the command.
-        elastic: Metadata of the prepared file.
-        table: Name of the table of widths.
+        prepared: The prepared file.
         teacher: The whole model.
         texts: Text to learn from and to judge by.
         recipe: How to learn.
@@ -118,8 +150,7 @@ class _Job:
     """
 
     args: argparse.Namespace
-    elastic: Elastic
-    table: str
+    prepared: _Prepared
     teacher: Teacher
     texts: Texts
     recipe: Recipe
@@ -130,21 +161,36 @@ class _Job:
         """Return a level with an adapter that changes nothing yet."""
         from llmaas_plugins.training.student import Level
 
-        index = self.elastic.levels.index(level)
-        biases = self.elastic.biases_of(self.table)
-        return Level(
-            self.teacher,
-            self.elastic.tables[self.table][index],
-            self.recipe.rank,
-            self.recipe.seed,
-            {name: bias[index] for name, bias in biases.items()},
-        )
+        widths, recipe = self.widths(level), self.recipe
+        return Level(self.teacher, widths, recipe.rank, recipe.seed, self.biases(level))
+
+    def older(self, level: float) -> Level | None:
+        """Return a level with the adapter that it has in the file, if it has one."""
+        found = (self.prepared.older or {}).get(self.prepared.elastic.levels.index(level))
+        if not found:
+            return None
+        older = self.level(level)
+        older.put(found)
+        return older
+
+    def widths(self, level: float) -> Widths:
+        """Return the widths of a level."""
+        elastic = self.prepared.elastic
+        return elastic.tables[self.prepared.table][elastic.levels.index(level)]
+
+    def biases(self, level: float) -> dict[str, NDArray[np.float32]]:
+        """Return the biases of a level by weight name."""
+        elastic = self.prepared.elastic
+        index = elastic.levels.index(level)
+        return {n: bias[index] for n, bias in elastic.biases_of(self.prepared.table).items()}
 
 
-def _prepared(args: argparse.Namespace) -> tuple[Elastic, str]:
-    """Return the metadata of the prepared file, and the table to learn for."""
+def _prepared(args: argparse.Namespace) -> _Prepared:
+    """Return the prepared file with the table to learn for."""
+    from llmaas_plugins.elastic.adapters import read_adapters
     from llmaas_plugins.elastic.metadata import read_elastic
 
+    stamp = FileStamp.at(args.model)
     elastic = read_elastic(args.model)
     if elastic is None:
         raise ConfigError(
@@ -156,7 +202,11 @@ def _prepared(args: argparse.Namespace) -> tuple[Elastic, str]:
         raise ConfigError(
             f"{args.model} has no table {table!r}, expected one of {', '.join(elastic.tables)}."
         )
-    return elastic, table
+    try:
+        older: LevelAdapters | None = read_adapters(args.model, elastic, table)
+    except (ConfigError, StoreError):
+        older = None
+    return _Prepared(stamp, elastic, table, older)
 
 
 def _chosen(args: argparse.Namespace, elastic: Elastic) -> list[float]:
@@ -170,28 +220,37 @@ def _chosen(args: argparse.Namespace, elastic: Elastic) -> list[float]:
     return [level for level in known if args.levels is None or level in args.levels]
 
 
-def _job(
-    args: argparse.Namespace, elastic: Elastic, table: str, group: Workers, folder: Path
-) -> _Job:
+def _job(args: argparse.Namespace, prepared: _Prepared, group: Workers, folder: Path) -> _Job:
     """Read the text and the weights, and say what learning will cost."""
     from llmaas_plugins.machine import available_bytes
     from llmaas_plugins.training.costs import memory_bytes, weights_bytes
-    from llmaas_plugins.training.recovery import Recipe, split, text_tokens
+    from llmaas_plugins.training.recovery import Recipe, split
     from llmaas_plugins.training.student import Teacher
 
+    if prepared.older is None and group.is_first:
+        _log.warning(
+            "the adapters of %s for the table %r are damaged or were learned for other widths; "
+            "this command replaces them.", args.model, prepared.table,
+        )  # fmt: skip
     n_tokens = args.tokens or (_N_QUICK if args.quick else _N_TOKENS)
     n_rows = max(1 if args.quick else 2, group.n)
     recipe = Recipe(n_tokens, args.rank, args.loss, n_rows)
-    n_text = text_tokens(n_tokens, _WINDOW)
-    windows = learning_windows(args, n_text, folder) if group.is_first else None
+    windows = learning_windows(args, _n_text(n_tokens), folder) if group.is_first else None
     texts = split(group.shared(windows))
     is_kept = not args.by_layers and 2 * weights_bytes(args.model) <= available_bytes()
     teacher = Teacher(args.model, is_kept=is_kept)
-    job = _Job(args, elastic, table, teacher, texts, recipe, group, folder)
+    job = _Job(args, prepared, teacher, texts, recipe, group, folder)
     memory = memory_bytes(args.model, teacher, recipe, texts.training.shape[1])
     _say(job, f"memory: about {size_text(memory)}{'' if is_kept else ', one layer at a time'}")
     _say_time(job)
     return job
+
+
+def _n_text(n_tokens: int) -> int:
+    """Return the tokens of the text for a level that learns from so many."""
+    from llmaas_plugins.training.recovery import text_tokens
+
+    return text_tokens(n_tokens, _WINDOW)
 
 
 def _say(job: _Job, text: str) -> None:
@@ -203,9 +262,10 @@ def _say_time(job: _Job) -> None:
     """Print how long learning will take, measured at the widest and the narrowest level."""
     from llmaas_plugins.training.costs import level_seconds
 
-    levels = _chosen(job.args, job.elastic)
+    levels = _chosen(job.args, job.prepared.elastic)
     ends = [
-        level_seconds(job.level(level), job.texts, job.recipe) for level in {levels[0], levels[-1]}
+        level_seconds(job.level(level), job.texts, job.recipe)
+        for level in dict.fromkeys((levels[0], levels[-1]))
     ]
     total_s = len(levels) * sum(ends) / len(ends) / job.workers.n
     n_tokens = job.recipe.n_steps(job.texts.training.shape[1]) * job.recipe.n_rows
@@ -214,21 +274,29 @@ def _say_time(job: _Job) -> None:
     _say(job, f"time: about {duration_text(total_s)} for {what}")
 
 
-def _learned(job: _Job, level: float) -> Outcome:
-    """Learn the adapter of a level, or finish learning it."""
-    from llmaas_plugins.training.recovery import recover, run_identity
+def _kept(job: _Job, level: float) -> Kept:
+    """Return where the learning of a level is kept."""
+    from llmaas_plugins.training.recovery import run_identity
     from llmaas_plugins.training.trainer import Kept
 
-    student = job.level(level)
-    identity = run_identity(job.args.model, student.widths, job.texts, job.recipe)
-    kept = Kept(job.folder / f"{level}-{identity[:16]}.npz", identity)
+    identity = run_identity(
+        job.args.model, job.widths(level), job.texts, job.recipe, job.biases(level)
+    )
+    return Kept(job.folder / f"{level}-{identity[:16]}.npz", identity)
+
+
+def _learned(job: _Job, level: float, kept: Kept) -> Outcome:
+    """Learn the adapter of a level, or finish learning it."""
+    from llmaas_plugins.training.recovery import recover
+
     n_window = job.texts.training.shape[1]
     n_tokens = job.recipe.n_steps(n_window) * job.recipe.n_rows * n_window
     with progress_bar(f"level {level}", "token", n_tokens) as bar:
         return recover(
-            student,
+            job.level(level),
             job.texts,
             job.recipe,
+            older=job.older(level),
             workers=job.workers,
             kept=kept,
             progress=bar.update if job.workers.is_first else lambda _n: None,
@@ -237,26 +305,26 @@ def _learned(job: _Job, level: float) -> Outcome:
 
 def _write(path: Path, job: _Job, found: Mapping[float, Outcome]) -> None:
     """Write the adapters that improve their levels; the table's other adapters stay."""
-    from llmaas_plugins.elastic.adapters import read_adapters, write_adapters
+    from llmaas_plugins.elastic.adapters import write_adapters
     from llmaas_plugins.training.recovery import padded
 
-    elastic = job.elastic
+    prepared, elastic = job.prepared, job.prepared.elastic
     better = {elastic.levels.index(x): one.adapters for x, one in found.items() if one.is_better}
-    if better:
+    if better or prepared.older is None:
         others = {
             index: {name: padded(one, elastic.blocks, name) for name, one in weights.items()}
-            for index, weights in read_adapters(path, elastic, job.table).items()
+            for index, weights in (prepared.older or {}).items()
         }
-        with progress_bar("writing", "B", path.stat().st_size) as bar:
-            for n in write_adapters(path, job.table, {**others, **better}):
+        n_bytes = prepared.stamp.n_bytes if prepared.stamp else 0
+        with progress_bar("writing", "B", n_bytes) as bar:
+            for n in write_adapters(path, prepared.table, {**others, **better}, prepared.stamp):
                 bar.update(n)
-    shutil.rmtree(job.folder, ignore_errors=True)
 
 
 def _report(job: _Job, found: Mapping[float, Outcome]) -> dict[str, Any]:
     recipe = job.recipe
     return {
-        "table": job.table,
+        "table": job.prepared.table,
         "rank": recipe.rank,
         "loss": recipe.loss,
         "n_tokens": recipe.n_tokens,
@@ -266,6 +334,7 @@ def _report(job: _Job, found: Mapping[float, Outcome]) -> dict[str, Any]:
                 "level": level,
                 "kl_before": one.before.kl,
                 "kl": one.after.kl,
+                "kl_older": None if one.older is None else one.older.kl,
                 "perplexity_before": math.exp(one.before.loss),
                 "perplexity": math.exp(one.after.loss),
                 "perplexity_whole": math.exp(one.after.whole),
@@ -287,10 +356,17 @@ def _lines(job: _Job, found: Mapping[float, Outcome]) -> Iterator[str]:
         yield (
             f"{level:5.1f}   {one.before.kl:9.4f} → {one.after.kl:.4f}   "
             f"{before:17.3f} → {after:.3f} ({whole:.3f})   {closure:>8}"
-            f"{'' if one.is_better else '   not written: no better'}"
+            f"{_left_out(one)}"
         )
     n = sum(one.is_better for one in found.values())
-    yield f"{job.args.model}: adapters of {counted(n, 'level')} of the table {job.table!r} written"
+    where = f"of the table {job.prepared.table!r}"
+    yield f"{job.args.model}: adapters of {counted(n, 'level')} {where} written"
+
+
+def _left_out(one: Outcome) -> str:
+    if one.is_better:
+        return ""
+    return f"   not written: no better{'' if one.older is None else '; its older adapter stays'}"
 
 
 def _levels(text: str) -> Sequence[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,12 @@ from llmaas_plugins.cli.flash.distill_report import lines_of, report_of
 from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.flash.plan import group_layers_of
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.learning_text import add_text_option, learning_windows
+from llmaas_plugins.cli.learning_text import (
+    add_text_option,
+    learning_windows,
+    own_text_path,
+    remove_progress,
+)
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import at_least, require_torch
 from llmaas_plugins.cli.output import duration_text, print_report, progress_bar, size_text
@@ -81,7 +85,7 @@ def distill(args: argparse.Namespace) -> int:
     check_target(path, "-o")
     if path.exists() and path.samefile(args.model):
         raise ConfigError(f"{path} is the model itself. Choose another place with `-o FILE`.")
-    folder = path.with_suffix(".distill")
+    folder = path.with_name(f"{path.name}.distill")
     then = f"progress is kept in {folder}; the same command goes on"
     with stoppable(then), workers() as group:
         job = _job(args, tensors, group, folder)
@@ -105,6 +109,7 @@ class _Job:
         recipe: How to learn.
         workers: Processes that learn together.
         folder: Folder for progress.
+        own_text: Path of the text that the model wrote; None if the user gave one.
     """
 
     args: argparse.Namespace
@@ -115,6 +120,7 @@ class _Job:
     recipe: SparseRecipe
     workers: Workers
     folder: Path
+    own_text: Path | None
 
     def bar(self, what: str, n_tokens: int) -> Any:
         """Return a progress bar of tokens."""
@@ -126,7 +132,7 @@ def _run(job: _Job, path: Path) -> None:
     from llmaas_plugins.training.distillation import is_better
 
     before = _judged(job, "judging before")
-    _train(job)
+    kept = _train(job)
     if not job.workers.is_first:
         return
     made = job.folder / "distilled.channels"
@@ -134,11 +140,14 @@ def _run(job: _Job, path: Path) -> None:
     _load(job.student, file)
     after = _judged(job, "judging after")
     is_written = is_better(before, after)
+    older = _judged_older(job, path) if is_written else None
+    if older is not None:
+        is_written = is_better(older, after)
     if is_written:
         with as_store_error(f"cannot write {path}"):
             made.replace(path)
             sync_directory(path.parent)
-    shutil.rmtree(job.folder, ignore_errors=True)
+    remove_progress(job.folder, (kept, made), job.own_text)
     report = report_of(job.recipe, job.texts, before, after, path if is_written else None)
     print_report(job.args, report, lines_of(report))
 
@@ -168,7 +177,8 @@ def _job(
     recipe = SparseRecipe(n_tokens, args.sparsity, n_prompt, n_rows=recipe.n_rows)
     teacher = MaskedTeacher(args.model, is_kept=is_kept)
     student = SparseStudent(teacher, grids_in(args.model, operands, tensors))
-    job = _Job(args, tensors, operands, student, texts, recipe, group, folder)
+    own_text = None if args.text else own_text_path(folder, n_text)
+    job = _Job(args, tensors, operands, student, texts, recipe, group, folder, own_text)
     _say_time(job)
     return job
 
@@ -186,14 +196,14 @@ def _checked_memory(
         ConfigError: More is needed than is available.
     """
     from llmaas_plugins.elastic.torch_model import Decoder
-    from llmaas_plugins.machine import available_bytes, resident_bytes
+    from llmaas_plugins.machine import available_bytes
     from llmaas_plugins.training.costs import weights_bytes
     from llmaas_plugins.training.distillation_costs import distillation_bytes
 
     decoder, whole = Decoder(args.model), weights_bytes(args.model)
     names = [name for operand in operands for name in operand.weights]
     n_own = sum(tensors[name].shape[0] * tensors[name].shape[1] for name in names)
-    available = available_bytes() + resident_bytes()
+    available = available_bytes()
     needed = {
         is_kept: distillation_bytes(
             whole, decoder.blocks, n_own, decoder.n_vocab, recipe, _WINDOW, is_kept=is_kept
@@ -239,7 +249,22 @@ def _judged(job: _Job, what: str) -> Any:
         return judge(job.student, windows, job.recipe.n_prompt, progress=bar.update)
 
 
-def _train(job: _Job) -> None:
+def _judged_older(job: _Job, path: Path) -> Any:
+    """Return the quality of an older distilled file; None if there is none that can be used."""
+    from llmaas_plugins.flash_weights.channels import open_channels
+
+    try:
+        file = open_channels(path, job.args.model, job.tensors)
+        if file.distilled is None:
+            return None
+        _load(job.student, file)
+    except (ConfigError, StoreError):
+        return None
+    return _judged(job, "judging the older file")
+
+
+def _train(job: _Job) -> Path:
+    """Train the student, and return the path of the checkpoint."""
     from llmaas_plugins.flash_weights.model_weights import digest_of
     from llmaas_plugins.training.distillation import distill, run_identity
     from llmaas_plugins.training.trainer import Kept
@@ -250,6 +275,7 @@ def _train(job: _Job) -> None:
     with job.bar("learning", _trained_tokens(job)) as bar:
         progress: Callable[[int], Any] = bar.update if job.workers.is_first else lambda _n: None
         distill(job.student, windows, job.recipe, workers=job.workers, kept=kept, progress=progress)
+    return kept.path
 
 
 def _write(job: _Job, path: Path) -> ChannelFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import struct
 from dataclasses import replace
@@ -15,7 +16,7 @@ from elastic_models import adapters_of, elastic_of, logits_of, scores_of, shuffl
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.families import write_family
-from llmaas_hooks import ConfigError, LlmaasError, StoreError
+from llmaas_hooks import ConfigError, FileStamp, LlmaasError, StoreError
 from llmaas_hooks.native.low_rank import MAX_RANK, LowRank
 from llmaas_plugins._native import crc32c
 from llmaas_plugins.elastic.adapter_index import FIELDS
@@ -189,18 +190,60 @@ def test_adapters_are_replaced_and_removed(prepared, adapted, given, tmp_path):
     assert read(path) == {}
 
 
-def test_each_table_has_adapters_of_its_own(source, given, tmp_path):
+@pytest.fixture
+def of_two_tables(source, tmp_path):
     blocks = blocks_of(source)
     elastic = elastic_of(blocks)
     elastic = replace(elastic, tables=elastic.tables | {"searched": elastic.tables["uniform"]})
     path = tmp_path / "a.gguf"
     write(write_prepared(source, path, elastic, order_by(blocks, scores_of(blocks))))
+    return path
+
+
+def test_each_table_has_adapters_of_its_own(of_two_tables, given):
+    path = of_two_tables
     write(write_adapters(path, "searched", given))
     write(write_adapters(path, "uniform", {1: given[1]}))
     assert read(path, "searched").keys() == given.keys()
     assert read(path, "uniform").keys() == {1}
     write(write_adapters(path, "searched", {}))
     assert read(path, "uniform").keys() == {1}
+
+
+def test_damaged_adapters_of_another_table_are_left_out(of_two_tables, given, caplog):
+    path = of_two_tables
+    write(write_adapters(path, "searched", {1: given[1]}))
+    flip(path, path.stat().st_size - 1)
+    write(write_adapters(path, "uniform", {4: given[4]}))
+    assert read(path).keys() == {4}
+    assert read(path, "searched") == {}
+    (said,) = caplog.messages
+    assert said.startswith(f"adapters of the table 'searched' are left out: the adapters of {path}")
+
+
+CHANGED = "was replaced or changed while its adapters were learned; they were not written. Run"
+
+
+def test_a_file_that_was_replaced_since_learning_began_stays(prepared, given, tmp_path):
+    path = shutil.copy(prepared, tmp_path / "a.gguf")
+    stamp = FileStamp.at(path)
+    shutil.copy(prepared, tmp_path / "b.gguf").replace(path)
+    with pytest.raises(StoreError, match=CHANGED):
+        write(write_adapters(path, "uniform", given, stamp))
+    assert path.read_bytes() == prepared.read_bytes()
+    write(write_adapters(path, "uniform", given, FileStamp.at(path)))
+    assert read(path)
+
+
+def test_a_file_that_is_changed_while_it_is_written_stays(prepared, given, tmp_path):
+    path = shutil.copy(prepared, tmp_path / "a.gguf")
+    writing = write_adapters(path, "uniform", given)
+    next(writing)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(StoreError, match=CHANGED):
+        write(writing)
+    assert path.read_bytes() == prepared.read_bytes()
+    assert [each.name for each in tmp_path.iterdir()] == ["a.gguf"]
 
 
 def test_llama_cpp_loads_the_file_and_keeps_its_metadata_short(prepared, adapted):
