@@ -38,12 +38,17 @@ OnError = Literal["log", "raise"]
 
 
 class HookManager:
-    """Registered plugins of one activation, and calls of their hooks."""
+    """Registered plugins of one activation, and calls of their hooks.
+
+    Attributes:
+        is_ending: Whether the engines' native contexts are being closed.
+    """
 
     def __init__(self, on_error: OnError = "log") -> None:
         """Start without plugins; ``on_error`` says whether a plugin's exception reaches the app."""
         self._pm = pluggy.PluginManager(NAME)
         self._pm.add_hookspecs(specs)
+        self.is_ending = False
         self._raises = on_error == "raise"
         self._failures = Failures()
         self._found: dict[str, tuple[Implementation, ...]] = dict.fromkeys(specs.__all__, ())
@@ -279,6 +284,8 @@ class HookManager:
             try:
                 results[implementation.plugin] = implementation(arguments)
             except Exception as error:
+                if self.is_ending and isinstance(error, ReferenceError):
+                    continue  # an app's thread is still generating, and the plugin's engine ended
                 named = PluginError(implementation.plugin, hook, error)
                 if failed is None and (self._is_raised(named) if raises is None else raises):
                     self._failures.count(named)

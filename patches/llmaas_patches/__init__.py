@@ -69,6 +69,7 @@ class Installed:
         self._host.end_paused()
         self._host.give_up_parked()
         self.settle()
+        self._host.hooks.is_ending = True
         _close(self._host)
         self._applied.revert()
         self._host.collecting.stop()

@@ -12,6 +12,7 @@ from hooked import Failing, Saver, manager, request
 from llmaas_hooks import (
     ConfigError,
     ContextCreate,
+    DecodeStep,
     PluginError,
     StoreError,
     hookimpl,
@@ -130,3 +131,19 @@ def test_restore_always_raises_and_asks_no_other(on_error):
 
     with pytest.raises(PluginError, match="'bad' failed in llmaas_kv_restore"):
         manager(on_error, other=Restorer(), bad=Failing()).kv_restore(request())
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_engines_that_ended_are_no_failure_at_the_end(is_ending):
+    """Another thread of the app may still generate while the suite is deactivated."""
+
+    class Late:
+        @hookimpl
+        def llmaas_decode(self, step):
+            raise ReferenceError("the suite was deactivated")
+
+    hooks = manager(late=Late())
+    hooks.is_ending = is_ending
+    with contextlib.nullcontext() if is_ending else pytest.raises(PluginError):
+        hooks.decode(DecodeStep(1, 1, 0.0))
+    assert bool(hooks.errors()) == (not is_ending)
