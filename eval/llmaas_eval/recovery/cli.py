@@ -88,6 +88,8 @@ def _measured(args: argparse.Namespace, elastic: Elastic) -> dict[str, Any]:
     table = args.table or ("searched" if "searched" in elastic.tables else "uniform")
     levels = args.levels or [level for level in elastic.levels if level < 1]
     unknown = [level for level in levels if level not in elastic.levels]
+    if table in elastic.biases:
+        raise ValueError(f"{args.prepared} has biases: prepare it without `--compensate`")
     if table not in elastic.tables or unknown:
         raise ValueError(f"{args.prepared} has no table {table!r}, or no levels {unknown}")
     training, kinds = _texts(args)

@@ -57,10 +57,11 @@ class Material:
         """Return the widths of a level."""
         return self.elastic.tables[self.table][self.elastic.levels.index(level)]
 
-    def identity(self, arm: str, widths: Widths, recipe: Recipe) -> str:
-        """Return the SHA-256 of everything that a run depends on."""
-        run = run_identity(self.path, widths, Texts(self.training, self.training), recipe)
-        about = [run, asdict(ARMS[arm]), list(self.elastic.levels)]
+    def identity(self, arm: str, levels: Sequence[float], recipe: Recipe) -> str:
+        """Return the SHA-256 of everything that a run for these levels depends on."""
+        texts = Texts(self.training, self.training)
+        run = run_identity(self.path, self.widths(levels[0]), texts, recipe)
+        about = [run, asdict(ARMS[arm]), list(levels), list(self.elastic.levels)]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
@@ -80,9 +81,8 @@ def study(material: Material, arms: Sequence[str], levels: Sequence[float]) -> l
 
 def _rows(material: Material, teacher: Teacher, arm: str, levels: Sequence[float]) -> Iterator[Row]:
     """Yield the rows of one run, measured now or earlier."""
-    widths = [material.widths(level) for level in levels]
     asked = json.dumps([levels, {kind: _digest(each) for kind, each in material.kinds.items()}])
-    identity = material.identity(arm, widths[0], material.recipe)
+    identity = material.identity(arm, levels, material.recipe)
     name = hashlib.sha256((identity + asked).encode()).hexdigest()[:24]
     path = material.folder / f"{name}.json"
     if not path.exists():
@@ -97,7 +97,7 @@ def _measured(material: Material, teacher: Teacher, arm: str, levels: Sequence[f
     widths, started = [material.widths(level) for level in levels], time.monotonic()
 
     def kept(recipe: Recipe) -> Kept:
-        identity = material.identity(arm, widths[0], recipe)
+        identity = material.identity(arm, levels, recipe)
         return Kept(material.folder / f"{identity[:24]}.npz", identity)
 
     n_tokens = 0
