@@ -46,6 +46,9 @@ __all__ = ["Config", "PluginTable", "ServiceConfig", "Source", "load_config", "v
 Source = Mapping[str, Any] | str | os.PathLike[str] | None
 _Settings = TypeVar("_Settings", bound=BaseModel)
 _PREFIX = "LLMAAS_PLUGINS__"
+_VARIABLES = ("LLMAAS_CONFIG", "LLMAAS_PLUGINS")
+_TOOLS = ("LLMAAS_BENCH_", "LLMAAS_DATA", "LLMAAS_FUZZ_SEED", "LLMAAS_SOAK")
+"""Beginnings of variables that tests and benchmarks read."""
 _NAMES = {
     "allowed_hosts": (re.compile(r"[^\s/:*\[\]]+|[0-9a-f:]+"), "box.example.org"),
     "allowed_origins": (re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*]+"), "https://example.org"),
@@ -177,6 +180,7 @@ class Config:
         file: The file that was read, if any.
         is_none_meant: Whether enabling no plugin may be intended: the configuration was made in
             code, or ``LLMAAS_PLUGINS`` is set.
+        unknown: Variables named like the suite's own that nothing reads.
     """
 
     on_error: Literal["log", "raise"] = "log"
@@ -185,6 +189,7 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     file: Path | None = field(default=None, compare=False)
     is_none_meant: bool = field(default=True, compare=False)
+    unknown: tuple[str, ...] = field(default=(), compare=False)
 
     def enabled(self) -> list[str]:
         """Return the names of the enabled plugins."""
@@ -198,7 +203,8 @@ class Config:
         return replace(self, plugins={**self.plugins, name: replace(table, enabled=True)})
 
     def without_effect(self) -> Iterator[str]:
-        """Yield a message for each variable that sets a key of a plugin that is not enabled."""
+        """Yield a message for each variable that is unknown, or whose plugin is not enabled."""
+        yield from map(_unknown_variable, self.unknown)
         for name, table in self.plugins.items():
             if table.enabled or table.is_chosen:
                 continue
@@ -252,7 +258,8 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
     keys += file.model_fields_set - {"plugins", "service"}
     is_none_meant = origin == "code" or "LLMAAS_PLUGINS" in environ
     origins = dict.fromkeys(keys, origin)
-    return Config(file.on_error, plugins, service, origins, path, is_none_meant)
+    unknown = tuple(filter(_is_unknown, sorted(environ)))
+    return Config(file.on_error, plugins, service, origins, path, is_none_meant, unknown)
 
 
 def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseModel:
@@ -301,6 +308,24 @@ def _table(values: Mapping[str, Any], origin: str) -> PluginTable:
     if not isinstance(enabled, bool):
         raise ConfigError(f"`enabled` must be true or false, found {enabled!r} ({origin})")
     return PluginTable(enabled, keys, dict.fromkeys(keys, origin))
+
+
+def _is_unknown(variable: str) -> bool:
+    """Return whether a variable is named like the suite's own, but nothing reads it."""
+    is_ours = variable.startswith("LLMAAS_")
+    return is_ours and variable not in _VARIABLES and not variable.startswith((_PREFIX, *_TOOLS))
+
+
+def _unknown_variable(variable: str) -> str:
+    """Return the message for an unknown variable."""
+    # compared without the common beginning, which would make all of them alike
+    begin, name = "LLMAAS_", variable.partition("__")[0].removeprefix("LLMAAS_")
+    hint = suggest(name, [known.removeprefix(begin) for known in _VARIABLES])
+    hint = hint.replace("'", f"'{begin}", 1)
+    return (
+        f"{variable} has no effect: there is no such variable.{hint} "
+        f"Known: {', '.join(_VARIABLES)}, {_PREFIX}<PLUGIN>__<KEY>; all else is set in llmaas.toml."
+    )
 
 
 def _apply_environment(

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.files.file_bytes import as_store_error
+from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error
 
 __all__ = ["check_target", "content_of", "folder_beside"]
+
+_MOST_BYTES = 1 << 30
 
 
 def content_of(text: Path) -> bytes:
     """Return a text file's bytes.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: The file cannot be read, is longer than 1 GiB, or may have no end.
     """
     try:
-        return text.read_bytes()
+        with open(text, "rb", opener=_opened) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):  # reading a device or a pipe may never end
+                raise ConfigError(
+                    f"cannot read {text}: it is a pipe or a device, expected a regular file. Write "
+                    "its text to a file first."
+                )
+            if status.st_size > _MOST_BYTES:
+                raise ConfigError(
+                    f"cannot read {text}: it has {status.st_size} bytes, expected at most "
+                    f"{_MOST_BYTES}. Give a part of it."
+                )
+            return file.read()
     except OSError as error:
         raise ConfigError(f"cannot read {text}: {error.strerror}.") from error
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | OPEN_FLAGS)
 
 
 def check_target(path: Path, option: str) -> None:

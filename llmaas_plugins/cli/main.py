@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:
         return _refused(error)
+    except MemoryError:
+        return _failed("out of memory. Close other programs, or give the command smaller files.")
     except Exception:
         number = give_signals_back()
         if number is None:
@@ -64,7 +66,11 @@ def _stopped(error: KeyboardInterrupt, *, is_alone: bool) -> int:
 def _refused(error: OSError) -> int:
     """Print an error of the operating system that no command expected, and drop pending output."""
     where = f"{error.filename}: " if error.filename is not None else ""
-    _say(f"error: {where}{error.strerror or error}")
+    return _failed(f"{where}{error.strerror or error}")
+
+
+def _failed(message: str) -> int:
+    _say(f"error: {message}")
     close_stdout()
     return _FAILED
 

@@ -94,16 +94,18 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
         Shutdown(limits.shutdown_grace_s) as shutdown,
         _listening(args.uds, server_settings) as sockets,
         activate(config, {"llmaas.admission": admission, "llmaas.metrics": metrics}) as suite,
-        LLMService(server_engine, limits) as service,
-        contextlib.closing(Grammars(server_engine)) as grammars,
     ):
         metrics.read_plugins(suite.status)
-        say_problems(config)
-        checks = {"admission": admission, "keys": keys, "origins": origins, "metrics": metrics}
-        app = make_application(server_settings, model_settings, service, grammars, checks)
-        server = Server(app, admission, keys, limits, tls=tls)
-        shutdown.ask(server.handle_exit)
-        server.run(sockets)
+        say_problems(config)  # before this process opens the store to finish earlier deletions
+        with (
+            LLMService(server_engine, limits) as service,
+            contextlib.closing(Grammars(server_engine)) as grammars,
+        ):
+            checks = {"admission": admission, "keys": keys, "origins": origins, "metrics": metrics}
+            app = make_application(server_settings, model_settings, service, grammars, checks)
+            server = Server(app, admission, keys, limits, tls=tls)
+            shutdown.ask(server.handle_exit)
+            server.run(sockets)
     return 0
 
 
@@ -118,8 +120,10 @@ def _listening(uds: Path | None, server_settings: Any) -> AbstractContextManager
 
 def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
     """Parse llama_cpp.server's own options, with defaults that suit a service."""
-    from llama_cpp.server.cli import add_args_from_model, parse_model_from_args
-    from llama_cpp.server.settings import ModelSettings, ServerSettings, Settings
+    from llama_cpp.server.cli import add_args_from_model
+    from llama_cpp.server.settings import Settings
+
+    from llmaas_plugins.server.engine_options import check_model_options, parse_settings
 
     parser = _Parser(prog="llmaas serve", allow_abbrev=False)
     add_args_from_model(parser, Settings)
@@ -138,11 +142,7 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
     if unknown:
         parser.error(unrecognized(unknown, parser))
     values.model = _model(args, values)
-    try:
-        server: Any = parse_model_from_args(ServerSettings, values)
-        model: Any = parse_model_from_args(ModelSettings, values)
-    except ValueError as error:  # pydantic's error, with a line for each option
-        raise ConfigError(str(error)) from error
+    server, model = parse_settings(values)
     for name, value in (*server, *model):
         _check_number(name, value)
     if model.cache:
@@ -152,6 +152,7 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
         )
     if model.hf_model_repo_id is None and not Path(model.model).is_file():
         raise ConfigError(f"no such model: {model.model}")
+    check_model_options(model)
     return server, model
 
 

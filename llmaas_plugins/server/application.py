@@ -17,6 +17,7 @@ from llmaas_patches.internals import server_engine
 from llmaas_plugins.model.loading import load_errors
 from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.confinement import confine_grammars
+from llmaas_plugins.server.engine_options import check_adapter
 from llmaas_plugins.server.grammars import Grammars
 from llmaas_plugins.server.middleware import RequestMiddleware
 from llmaas_plugins.server.refusal import error_body, mistakes
@@ -37,11 +38,13 @@ def make_application(
     """Load the model and build the app; ``checks`` has keyword arguments of ``RequestMiddleware``.
 
     Raises:
-        ConfigError: llama.cpp cannot load the model.
+        ConfigError: llama.cpp cannot load the model, or its adapter.
     """
     settings = server_settings.model_copy(update={"api_key": None})  # our middleware checks keys
     with load_errors(model_settings.model):
         app = create_app(server_settings=settings, model_settings=[model_settings])
+    if model_settings.lora_path is not None:
+        check_adapter(server_engine(), model_settings.lora_path)
     admission: Admission = checks["admission"]
     app.include_router(make_router(service, admission, checks["metrics"]))
     explain_mistakes()

@@ -29,7 +29,10 @@ class Question:
         return message
 
     async def discard(self, most: int) -> None:
-        """Read the request to its end: a client that is still sending would miss our answer."""
+        """Read the request to its end.
+
+        A client that is still sending when the connection closes would miss our answer.
+        """
         n_bytes = 0
         while not self._is_complete and n_bytes < most:
             n_bytes += len((await self.receive()).get("body", b""))
@@ -49,7 +52,7 @@ class Answer:
         self._held: list[Message] = []
         self._has_begun = self._is_complete = False
         self.status = 0
-        self.is_stream = False
+        self.is_stream = self.is_refused = False
 
     async def send(self, message: Message) -> None:
         """Send a message of the app, or hold it back for now."""
@@ -69,7 +72,7 @@ class Answer:
             await self._send(message)
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answer with a refusal, as far as the messages already sent allow."""
+        """Answer with a refusal, as far as the messages already sent allow; ``end`` must follow."""
         self._held.clear()
         if not self._has_begun:
             self.status = refusal.status
@@ -77,9 +80,15 @@ class Answer:
             headers = [*refusal.headers, (b"content-length", b"%d" % len(body))]
             start = {"type": "http.response.start", "status": refusal.status}
             await self._send({**start, "headers": headers})
-            await self._send({"type": "http.response.body", "body": body})
+            self.is_refused = True
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
         elif self.is_stream and not self._is_complete:
             await self._send({"type": "http.response.body", "body": refusal.event()})
+
+    async def end(self) -> None:
+        """End a refusal, after which the server may close the connection."""
+        if self.is_refused:
+            await self._send({"type": "http.response.body"})
 
 
 def header(message: Message, name: bytes) -> bytes:

@@ -125,13 +125,15 @@ class RequestMiddleware:
         try:
             await self._serve(route, owner, scope, question.receive, answer)
         except Refusal as refusal:
-            if not header(scope, b"expect"):
-                await question.discard(_MOST_DISCARDED)
             await answer.refuse(refusal)
         except ClientDisconnect:
             answer.status = answer.status or 499  # usual in logs for a client that left
         finally:
             self._metrics.request(route.name, answer.status or 500)
+        if answer.is_refused:  # sent first, because the client may never send the rest of its body
+            if not header(scope, b"expect"):
+                await question.discard(_MOST_DISCARDED)
+            await answer.end()
 
     async def _serve(
         self, route: Route, owner: str, scope: Message, receive: Receive, answer: Answer

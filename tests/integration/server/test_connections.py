@@ -151,3 +151,50 @@ def test_pages_of_others_are_kept_out(server):
             answer = connection.getresponse()
             assert answer.status == expected
             assert not [name for name in answer.headers if name.lower().startswith("access-")]
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("key", "expected"), [("wrong", 401), (MAIL, 413)])
+def test_a_refusal_arrives_though_the_body_was_still_being_sent(server, key, expected):
+    body = b"x" * 300_000
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Authorization: Bearer {key}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with connect(server, head.encode()) as connection:
+        threading.Event().wait(0.1)  # long enough for a refusal
+        connection.sendall(body)
+        assert b" %d " % expected in connection.recv(100)
+
+
+@pytest.mark.parametrize("close", ["", "Connection: close\r\n"])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("Authorization: Bearer wrong\r\nContent-Length: 300", 401),
+        ("Host: evil.example.org\r\nContent-Length: 300", 403),
+        (f"Authorization: Bearer {MAIL}\r\nContent-Length: 300000", 413),
+        (f"Authorization: Bearer {MAIL}\r\nContent-Length: 300\r\nContent-Type: text/plain", 415),
+    ],
+)
+def test_a_refusal_arrives_though_the_body_is_never_sent(server, fields, expected, close):
+    fields += "" if "Type" in fields else "\r\nContent-Type: application/json"
+    fields += "" if "Host" in fields else "\r\nHost: localhost"
+    head = f"POST {CHAT} HTTP/1.1\r\n{close}{fields}\r\n\r\n"
+    with connect(server, head.encode()) as connection:
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.status == expected
+        assert json.loads(response.read())["error"]["message"]
+
+
+def test_a_connection_goes_on_after_a_refusal(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Authorization": f"Bearer {MAIL}", "Content-Type": "application/json"}
+    with contextlib.closing(connection):
+        for body, expected in ((b"x" * 20_000, 413), (b"[]", 400), (b'{"input": "Hi"}', 200)):
+            connection.request("POST", "/extras/tokenize", body, headers)
+            response = connection.getresponse()
+            response.read()
+            assert response.status == expected

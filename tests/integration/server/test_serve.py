@@ -13,7 +13,9 @@ import pytest
 from served import ENGINE, drain, serving
 
 from llmaas_hooks import LimitError, LlmaasError
+from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.client import LLMClient
+from llmaas_plugins.service.service import LLMService
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -341,6 +343,16 @@ def test_sigterm_ends_it_cleanly_and_contexts_are_there_again(private):
         assert found["disk_hits"] > 0
         assert again.stop(signal.SIGINT) == 0
         assert "Traceback" not in again.log()
+
+
+def test_a_deletion_that_was_cut_off_is_finished_without_a_warning(tmp_path):
+    with LLMService(lambda: None, ServiceConfig(state_dir=tmp_path / "state")) as service:
+        context = service.bind("mail").new_context("secret")
+        service._log.expect_kv(context.id)
+        service._log.delete(context.id, "mail")  # killed after that
+    with serving(tmp_path, **SETTINGS) as server:
+        assert (tmp_path / "kv" / "lock").exists()  # the service opened its store to finish it
+        assert "is in use by" not in server.log()
 
 
 def test_a_port_that_is_taken_and_a_state_folder_in_use(refused, server):

@@ -6,6 +6,7 @@ import argparse
 import re
 
 import fork_server
+import numpy as np
 import pytest
 from served import LLMAAS
 
@@ -14,6 +15,7 @@ from llmaas_plugins.cli.serve import _settings
 
 pytest.importorskip("fastapi")
 
+from gguf import GGUFWriter
 from llama_cpp.server.settings import ModelSettings, ServerSettings
 
 
@@ -55,7 +57,13 @@ def test_another_model_configuration(refused, monkeypatch):
         (["--toy", "--ssl_certfile", "none"], "cannot use --ssl_certfile none"),
         (["--toy", "--cache", "True"], "--cache would let apps learn from response times"),
         (["--model", "none.gguf"], "no such model: none.gguf"),
-        (["--toy", "--n_ctx", "-5"], "n_ctx"),
+        (["--toy", "--n_ctx", "-5"], "error: --n_ctx: Input should be greater than or equal to 0"),
+        (["--toy", "--lora_path", "none.gguf"], "cannot read --lora_path none.gguf: No such file"),
+        (["--toy", "--chat_format", "chatlm"], "no chat format 'chatlm'. Did you mean 'chatglm3'?"),
+        (
+            ["--toy", "--type_k", "99"],
+            "--type_k: contexts have no cells of type 99. Known: 0 (f32)",
+        ),
         (
             ["--n-ctx", "5"],
             "error: unrecognized arguments: --n-ctx 5. Did you mean '--n_ctx'? `llmaas serve --ser",
@@ -65,6 +73,20 @@ def test_another_model_configuration(refused, monkeypatch):
 )
 def test_mistakes(refused, options, message):
     assert message in refused(*options)
+
+
+def test_an_adapter_of_another_model(refused, tmp_path):
+    writer = GGUFWriter(tmp_path / "lora.gguf", "llama")
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    for half in "ab":
+        writer.add_tensor(f"blk.99.attn_q.weight.lora_{half}", np.ones((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    message = refused("--toy", "--lora_path", "lora.gguf", "--n_ctx", "64", "--port", "0")
+    assert message.startswith("llmaas: error: --lora_path lora.gguf does not fit the model")
 
 
 def numbers():

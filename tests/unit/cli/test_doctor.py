@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import llama_cpp
 import pytest
 
+from llmaas_plugins.activation import activate
 from llmaas_plugins.cli.doctor import diagnosis
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.machine import memory_limit_bytes, room
@@ -111,6 +112,34 @@ def test_a_variable_without_effect(examined, monkeypatch):
     code, found = examined()
     problem = found["configuration", "LLMAAS_PLUGINS__RECORDEN__LEVEL"]["problem"]
     assert (code, "no plugin 'recorden' is installed" in problem) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("LLMAAS_PLUGIN", "Did you mean 'LLMAAS_PLUGINS'?"),
+        ("LLMAAS_PLUGIN__KV_CHUNKS__CODEC", "Did you mean 'LLMAAS_PLUGINS'?"),
+        ("LLMAAS_CONFG", "Did you mean 'LLMAAS_CONFIG'?"),
+        ("LLMAAS_SERVICE__MAX_QUEUE", "there is no such variable. Known: LLMAAS_CONFIG, "),
+    ],
+)
+def test_a_variable_that_nothing_reads(examined, monkeypatch, caplog, variable, hint):
+    monkeypatch.setenv(variable, "2")
+    code, found = examined()
+    problem = found["configuration", variable]["problem"]
+    assert code == 1
+    assert problem.startswith(f"{variable} has no effect: ")
+    assert hint in problem
+    with activate():
+        assert problem in caplog.messages
+
+
+def test_variables_that_the_project_reads(examined, monkeypatch, tmp_path):
+    for variable in ("LLMAAS_SOAK", "LLMAAS_BENCH_QUICK", "LLMAAS_DATA", "LLMAAS_FUZZ_SEED"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("LLMAAS_CONFIG", "")
+    monkeypatch.setenv("LLMAAS_PLUGINS", "")
+    assert examined()[0] == 0
 
 
 def test_wrong_engine_version(examined, monkeypatch):

@@ -14,6 +14,7 @@ import fork_server
 import pytest
 
 from llmaas_plugins.cli import commands
+from llmaas_plugins.cli import main as cli_main
 from llmaas_plugins.cli.interrupts import Stopped, stoppable
 from llmaas_plugins.cli.main import main
 
@@ -53,6 +54,18 @@ def test_a_signal_is_a_line_and_a_status(command, capsys, number, status):
     assert command(lambda: stop(number)) == status
     assert capsys.readouterr() == ("", "llmaas: stopped\n")
     assert signal.getsignal(number) is before
+
+
+def test_a_lack_of_memory_is_a_line_and_a_status(command, capsys, monkeypatch):
+    monkeypatch.setattr(cli_main, "close_stdout", lambda: None)  # pytest still needs it
+
+    def act():
+        raise MemoryError
+
+    assert command(act) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("llmaas: error: out of memory. Close other programs")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
