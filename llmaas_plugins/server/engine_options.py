@@ -5,7 +5,6 @@ llama_cpp itself would ignore some mistakes in them until the first request, and
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -25,6 +24,7 @@ from pydantic import ValidationError
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import suggest
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS
+from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = ["check_adapter", "check_model_options", "parse_settings"]
@@ -169,8 +169,8 @@ def _check_adapter_file(path: Path) -> None:
 
 def _check_tokenizer_config(path: Path) -> None:
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        found = parse_json(path.read_bytes())
+    except ValueError as error:
         raise ConfigError(
             f"--hf_tokenizer_config_path {path} is no JSON: {error}. Use a tokenizer_config.json."
         ) from error
