@@ -84,9 +84,14 @@ class Host:
 
         A context that is working keeps them, because no other thread may change its cells.
         """
+
+        def give_up(tracker: CellTracker) -> None:
+            if not tracker.is_closed:  # freed meanwhile
+                tracker.give_up_parked()
+
         for tracker in {id(one): one for one in list(self.trackers.values())}.values():
             if tracker.parked and all(end.is_paused for end in tracker.due):
-                self.background.defer(tracker.handles, tracker.give_up_parked)
+                self.background.defer(tracker.handles, functools.partial(give_up, tracker))
 
     def disown(self, context_id: str) -> None:
         """Let requests that are still open in a persistent context save nothing at their end.
