@@ -14,6 +14,7 @@ from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.models import evaluator_of
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.files.file_bytes import as_store_error
+from llmaas_plugins.files.partial_file import replaced
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,10 +96,8 @@ def _own(evaluator: Evaluator, n_tokens: int, path: Path) -> NDArray[np.int32]:
         with progress_bar("text", "token", n_tokens) as bar:
             kept = evaluator.say(n_tokens, _SEED, bar.update)
         content = kept.astype("<i4").tobytes()
-        partial = path.with_suffix(".partial")
-        with as_store_error(f"cannot write {path}"):
-            partial.write_bytes(hashlib.sha256(content).digest() + content)
-            partial.replace(path)
+        for _ in replaced(path, [hashlib.sha256(content).digest(), content]):
+            pass
     return kept
 
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.elastic.units import Blocks, Calibration, Scores
-from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
-from llmaas_plugins.files.partial_file import taken
+from llmaas_plugins.files.file_bytes import as_store_error
+from llmaas_plugins.files.partial_file import replacing
 from llmaas_plugins.model.digest import file_digest
 
 __all__ = ["read_scores", "scores_path", "write_scores"]
@@ -64,18 +64,8 @@ def write_scores(path: Path, scores: Scores, model: Path) -> None:
     )
     arrays: dict[str, Any] = {name: getattr(scores, name) for name in _ARRAYS}
     text = np.frombuffer(about.model_dump_json().encode(), np.uint8)
-    partial = path.with_name(f"{path.name}.partial")
-    with as_store_error(f"cannot write {path}"), taken(partial) as fd:
-        try:
-            os.ftruncate(fd, 0)
-            with os.fdopen(os.dup(fd), "wb") as file:
-                np.savez(file, about=text, **arrays)
-            os.fsync(fd)
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+    with replacing(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
+        np.savez(file, about=text, **arrays)
 
 
 def read_scores(path: Path, blocks: Blocks, model: Path) -> Scores:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
+from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.json_text import parse_json
-from llmaas_plugins.files.partial_file import taken
+from llmaas_plugins.files.partial_file import replacing
 
 __all__ = ["read_arrays", "write_arrays"]
 
@@ -44,18 +44,8 @@ def write_arrays(path: Path, about: Mapping[str, Any], arrays: Arrays) -> None:
             raise TypeError(f"the array {name} has Python objects, expected numbers.")
     text = json.dumps({**about, "sha256": _checksum(arrays)}).encode()
     entries: dict[str, Any] = {_ABOUT: np.frombuffer(text, np.uint8), **arrays}
-    partial = path.with_name(f"{path.name}.partial")
-    with as_store_error(f"cannot write {path}"), taken(partial) as fd:
-        try:
-            os.ftruncate(fd, 0)
-            with os.fdopen(os.dup(fd), "wb") as file:
-                np.savez(file, **entries)  # before numpy 2.2, any keyword becomes an array
-            os.fsync(fd)
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+    with replacing(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
+        np.savez(file, **entries)  # before numpy 2.2, any keyword becomes an array
 
 
 def read_arrays(path: Path, most_bytes: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

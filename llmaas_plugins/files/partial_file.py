@@ -12,7 +12,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, sync_directory, write
 from llmaas_plugins.files.store_lock import try_lock
 
-__all__ = ["replaced", "taken"]
+__all__ = ["replaced", "replacing", "taken"]
 
 
 @contextlib.contextmanager
@@ -33,6 +33,29 @@ def taken(partial: Path) -> Iterator[int]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[int]:
+    """Yield the descriptor of an empty partial file that replaces a file when the block ends.
+
+    If the block raises, the existing file stays unchanged. The new file keeps its permissions.
+
+    Raises:
+        StoreError: The file cannot be written, or another process writes it.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with as_store_error(f"cannot write {path}"), taken(partial) as fd, _removed(partial):
+        os.ftruncate(fd, 0)
+        mode = _mode_of(path)
+        if mode is not None:
+            os.fchmod(fd, _PRIVATE)  # a mode without writing would keep the next process out
+        yield fd
+        if mode is not None:
+            os.fchmod(fd, mode)
+        os.fsync(fd)
+        partial.replace(path)
+        sync_directory(path.parent)
+
+
 def replaced(
     path: Path,
     contents: Iterable[bytes | memoryview],
@@ -51,22 +74,13 @@ def replaced(
     Raises:
         StoreError: The file cannot be written, or another process writes it.
     """
-    partial, n_written = path.with_name(f"{path.name}.partial"), 0
-    with as_store_error(f"cannot write {path}"), taken(partial) as fd, _removed(partial):
-        os.ftruncate(fd, 0)
-        mode = _mode_of(path)
-        if mode is not None:
-            os.fchmod(fd, _PRIVATE)  # a mode without writing would keep the next process out
+    n_written = 0
+    with replacing(path) as fd:
         for content in contents:
             write(fd, content, n_written)
             n_written += len(content)
             yield len(content)
         finish(fd)
-        if mode is not None:
-            os.fchmod(fd, mode)
-        os.fsync(fd)
-        partial.replace(path)
-        sync_directory(path.parent)
 
 
 # -- inside --------------------------------------------------------------------------------------

@@ -8,7 +8,23 @@ from numpy.typing import NDArray
 from llmaas_hooks import ConfigError
 from llmaas_plugins.training.workers import Workers
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "Lengths"]
+
+
+class Lengths:
+    """Numbers of steps and tokens that follow from a recipe's ``n_tokens`` and ``n_rows``."""
+
+    __slots__ = ()
+    n_tokens: int
+    n_rows: int
+
+    def n_steps(self, n_window: int) -> int:
+        """Return the number of steps with windows of ``n_window`` tokens."""
+        return max(1, round(self.n_tokens / (self.n_rows * n_window)))
+
+    def n_trained(self, n_window: int) -> int:
+        """Return the tokens of all steps."""
+        return self.n_steps(n_window) * self.n_rows * n_window
 
 
 class Batches:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -24,8 +23,8 @@ from llmaas_plugins.flash_weights.channels import Distillation
 from llmaas_plugins.flash_weights.container_file import Bytes
 from llmaas_plugins.flash_weights.grids import stored
 from llmaas_plugins.flash_weights.operands import Operand
-from llmaas_plugins.training.batches import Batches
-from llmaas_plugins.training.objectives import Objective, Quality, qualities
+from llmaas_plugins.training.batches import Batches, Lengths
+from llmaas_plugins.training.objectives import Objective, Quality, improves, qualities
 from llmaas_plugins.training.sparse_student import Mask, SparseStudent
 from llmaas_plugins.training.trainer import Kept, Settings, train
 from llmaas_plugins.training.workers import Workers
@@ -37,7 +36,6 @@ __all__ = [
     "Judged",
     "SparseRecipe",
     "calibrate",
-    "closure",
     "distill",
     "distillation_of",
     "is_better",
@@ -51,8 +49,6 @@ JUDGED = (0.5, 0.6, 0.7, 0.8)
 """Sparsities to judge at."""
 N_PROMPT = 64
 """First tokens of a window that are computed with all values; a quarter of shorter windows."""
-_SURE = 2.0
-"""Standard errors by which the divergence must improve."""
 
 Windows = NDArray[np.int32]
 Judged = Mapping[float, Sequence[Quality]]
@@ -60,7 +56,7 @@ Judged = Mapping[float, Sequence[Quality]]
 
 
 @dataclass(frozen=True, slots=True)
-class SparseRecipe:
+class SparseRecipe(Lengths):
     """How to distill.
 
     Attributes:
@@ -82,10 +78,6 @@ class SparseRecipe:
     n_rows: int = 2
     rate: float = 3e-4
     seed: int = 0
-
-    def n_steps(self, n_window: int) -> int:
-        """Return the number of steps with windows of ``n_window`` tokens."""
-        return max(1, round(self.n_tokens / (self.n_rows * n_window)))
 
     def sparsity_at(self, step: int) -> float:
         """Return the sparsity of a step."""
@@ -224,23 +216,13 @@ def distillation_of(
     return Distillation(Distilled(digest.hexdigest(), recipe.n_tokens, (least, most)), read)
 
 
-def closure(before: Sequence[Quality], after: Sequence[Quality]) -> float | None:
-    """Return the share of the gap to the whole model that is won back; None without a gap."""
-    lost, left, whole = (
-        float(np.mean([getattr(one, name) for one in found]))
-        for found, name in ((before, "loss"), (after, "loss"), (before, "whole"))
-    )
-    return (lost - left) / (lost - whole) if lost > whole else None
-
-
 def is_better(before: Judged, after: Judged) -> bool:
     """Return whether predictions are nearer to the whole model's, beyond chance."""
     gains = np.mean(
         [[b.kl - a.kl for b, a in zip(before[one], after[one], strict=True)] for one in before],
         axis=0,
     )
-    error = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    return bool(gains.mean() > max(_SURE * error, 0.0))
+    return improves(gains)
 
 
 def run_identity(model: str, windows: Windows, recipe: SparseRecipe) -> str:

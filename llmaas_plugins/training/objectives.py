@@ -5,7 +5,8 @@ Logits are computed for a few positions at a time, so memory does not grow with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +17,21 @@ from torch.nn import functional
 
 from llmaas_plugins.elastic.torch_model import Decoder
 
-__all__ = ["LOSSES", "MOST_LOGITS", "Objective", "Quality", "qualities"]
+__all__ = [
+    "LOSSES",
+    "MOST_LOGITS",
+    "Objective",
+    "Quality",
+    "closure",
+    "improves",
+    "mean_quality",
+    "qualities",
+]
 
 MOST_LOGITS = 1 << 23
 """Most logits in memory at once, of the student and of the teacher each."""
+_SURE = 2.0
+"""Standard errors by which a mean must be above 0."""
 
 
 def _divergence(student: Tensor, teacher: Tensor, _targets: Tensor) -> Tensor:
@@ -91,6 +103,23 @@ class Quality(NamedTuple):
     kl: float
     loss: float
     whole: float
+
+
+def mean_quality(found: Sequence[Quality]) -> Quality:
+    """Return the mean over windows."""
+    return Quality(*np.mean(found, axis=0).tolist())
+
+
+def closure(before: Quality, after: Quality) -> float | None:
+    """Return the share of the gap to the whole model that is won back; None without a gap."""
+    gap = before.loss - before.whole
+    return (before.loss - after.loss) / gap if gap > 0 else None
+
+
+def improves(gains: NDArray[np.float64]) -> bool:
+    """Return whether the mean of the windows' gains is above 0 beyond chance."""
+    error = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+    return bool(gains.mean() > max(_SURE * error, 0.0))
 
 
 def qualities(

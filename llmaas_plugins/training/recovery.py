@@ -27,8 +27,15 @@ from llmaas_plugins.elastic.adapters import Adapter
 from llmaas_plugins.elastic.units import Blocks, Widths, all_units
 from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.training import closed_form
-from llmaas_plugins.training.batches import Batches
-from llmaas_plugins.training.objectives import Objective, Quality, qualities
+from llmaas_plugins.training.batches import Batches, Lengths
+from llmaas_plugins.training.objectives import (
+    Objective,
+    Quality,
+    closure,
+    improves,
+    mean_quality,
+    qualities,
+)
 from llmaas_plugins.training.student import ADAPTED, Level, dimensions_of
 from llmaas_plugins.training.trainer import Kept, Settings, train
 from llmaas_plugins.training.workers import Workers
@@ -48,8 +55,6 @@ __all__ = [
 _HELD_OUT, _LEAST_HELD_OUT, _MOST_HELD_OUT = 8, 8, 64
 """One of so many windows is held out, and the fewest and the most to hold out."""
 _CHUNK_BYTES = 16 << 20
-_SURE = 2.0
-"""Standard errors by which an adapter must improve its level."""
 
 Windows = NDArray[np.int32]
 
@@ -67,7 +72,7 @@ class Texts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class Recipe(Lengths):
     """How to learn an adapter.
 
     Attributes:
@@ -87,10 +92,6 @@ class Recipe:
     rate: float = 1e-2
     is_fitted: bool = True
     seed: int = 0
-
-    def n_steps(self, n_window: int) -> int:
-        """Return the number of steps with windows of ``n_window`` tokens."""
-        return max(1, round(self.n_tokens / (self.n_rows * n_window)))
 
 
 class Outcome(NamedTuple):
@@ -113,8 +114,7 @@ class Outcome(NamedTuple):
     @property
     def closure(self) -> float | None:
         """Share of the gap to the whole model that the adapter wins back; None without a gap."""
-        gap = self.before.loss - self.before.whole
-        return (self.before.loss - self.after.loss) / gap if gap > 0 else None
+        return closure(self.before, self.after)
 
 
 def text_tokens(n_tokens: int, n_window: int) -> int:
@@ -259,20 +259,17 @@ def _outcome(
     column = "kl" if recipe.loss == "kl" else "loss"
     is_better = _improves(before, after, column)
     if older is None:
-        return Outcome(_mean(before), _mean(after), is_better, adapters)
+        return Outcome(mean_quality(before), mean_quality(after), is_better, adapters)
     is_better = is_better and _improves(older, after, column)
-    return Outcome(_mean(before), _mean(after), is_better, adapters, _mean(older))
+    return Outcome(
+        mean_quality(before), mean_quality(after), is_better, adapters, mean_quality(older)
+    )
 
 
 def _improves(before: Sequence[Quality], after: Sequence[Quality], column: str) -> bool:
     """Return whether a value of the windows is lower beyond chance."""
     gains = np.array([getattr(b, column) for b in before]) - [getattr(a, column) for a in after]
-    error = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    return bool(gains.mean() > _SURE * error) and bool(gains.mean() > 0)
-
-
-def _mean(found: Sequence[Quality]) -> Quality:
-    return Quality(*np.mean(found, axis=0).tolist())
+    return improves(gains)
 
 
 def _weights_digest(path: Path) -> str:

@@ -11,32 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 
-from llmaas_eval.data import (
-    DATA,
-    TRAINING_TEXT,
-    documents_by_kind,
-    packaged_documents,
-    read_documents,
-)
+from llmaas_eval.data import DATA
 from llmaas_eval.distillation.report import report
-from llmaas_eval.elastic.texts import Windows, windows_of
+from llmaas_eval.learning import has_torch, texts
 from llmaas_eval.results import about
 from llmaas_patches.native.packing import model_tensors
 
 __all__ = ["main"]
 
-_N_TOKENS, _CHARACTERS = 512, 6
-_KINDS = ("the training text's kind", "novels", "news", "service dialogs")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study and print its tables or JSON; return the exit status."""
-    if find_spec("torch") is None:
-        sys.stderr.write("torch is not installed: pip install 'llmaas-plugins[train]'\n")
+    if not has_torch():
         return 2
     from llmaas_eval.distillation.study import Material, study
     from llmaas_plugins.training.distillation import N_PROMPT, SparseRecipe
@@ -44,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        training, kinds = _texts(args)
+        training, kinds = texts(args, args.model)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     n_prompt = min(N_PROMPT, training.shape[1] // 4)
@@ -74,14 +63,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--quick", action="store_true", help="read a few windows of packaged text, as a check only")
     return parser
-
-
-def _texts(args: argparse.Namespace) -> tuple[Windows, Mapping[str, Windows]]:
-    """Return windows to learn from, and windows to judge by, by kind of text."""
-    if args.quick:
-        windows = windows_of(args.model, packaged_documents(), 6, 64)
-        return windows[:4], {"packaged chats": windows[4:]}
-    training = read_documents(args.data / TRAINING_TEXT, _CHARACTERS * args.tokens)
-    found = documents_by_kind(args.data)
-    kinds = {kind: windows_of(args.model, found[kind], args.windows, _N_TOKENS) for kind in _KINDS}
-    return windows_of(args.model, training, args.tokens, _N_TOKENS), kinds

@@ -107,8 +107,7 @@ def _train(material: Material, arm: str, student: SparseStudent) -> int:
     with tqdm(desc=arm, unit="token", unit_scale=True, disable=None) as bar:
         distill(student, material.training, recipe, kept=kept, progress=bar.update)
     kept.path.unlink()
-    n_window = material.training.shape[1]
-    return recipe.n_steps(n_window) * recipe.n_rows * n_window
+    return recipe.n_trained(material.training.shape[1])
 
 
 def _identity(material: Material, arm: str) -> str:

@@ -12,33 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmaas_eval.data import (
-    DATA,
-    TRAINING_TEXT,
-    documents_by_kind,
-    packaged_documents,
-    read_documents,
-)
-from llmaas_eval.elastic.texts import Windows, windows_of
+from llmaas_eval.data import DATA
+from llmaas_eval.learning import has_torch, texts
 from llmaas_eval.recovery.report import report
 from llmaas_eval.results import about
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 
 __all__ = ["main"]
 
-_N_TOKENS, _CHARACTERS = 512, 6
-_KINDS = ("the training text's kind", "novels", "news", "service dialogs")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study and print its tables or JSON; return the exit status."""
-    if find_spec("torch") is None:
-        sys.stderr.write("torch is not installed: pip install 'llmaas-plugins[train]'\n")
+    if not has_torch():
         return 2
     parser = _parser()
     args = parser.parse_args(argv)
@@ -92,7 +81,7 @@ def _measured(args: argparse.Namespace, elastic: Elastic) -> dict[str, Any]:
         raise ValueError(f"{args.prepared} has biases: prepare it without `--compensate`")
     if table not in elastic.tables or unknown:
         raise ValueError(f"{args.prepared} has no table {table!r}, or no levels {unknown}")
-    training, kinds = _texts(args)
+    training, kinds = texts(args, args.prepared)
     recipe = Recipe(args.tokens, args.rank)
     rows = study(
         Material(args.prepared, elastic, table, training, kinds, recipe, args.out),
@@ -101,16 +90,3 @@ def _measured(args: argparse.Namespace, elastic: Elastic) -> dict[str, Any]:
     )
     settings = {"table": table, "rank": args.rank, "n_tokens": args.tokens}
     return about() | settings | {"rows": rows}
-
-
-def _texts(args: argparse.Namespace) -> tuple[Windows, Mapping[str, Windows]]:
-    """Return windows to learn from, and windows to judge by, by kind of text."""
-    if args.quick:
-        windows = windows_of(args.prepared, packaged_documents(), 6, 64)
-        return windows[:4], {"packaged chats": windows[4:]}
-    training = read_documents(args.data / TRAINING_TEXT, _CHARACTERS * args.tokens)
-    found = documents_by_kind(args.data)
-    kinds = {
-        kind: windows_of(args.prepared, found[kind], args.windows, _N_TOKENS) for kind in _KINDS
-    }
-    return windows_of(args.prepared, training, args.tokens, _N_TOKENS), kinds

@@ -268,8 +268,7 @@ def _say_time(job: _Job) -> None:
         for level in dict.fromkeys((levels[0], levels[-1]))
     ]
     total_s = len(levels) * sum(ends) / len(ends) / job.workers.n
-    n_tokens = job.recipe.n_steps(job.texts.training.shape[1]) * job.recipe.n_rows
-    n_tokens *= job.texts.training.shape[1]
+    n_tokens = job.recipe.n_trained(job.texts.training.shape[1])
     what = f"{counted(len(levels), 'level')} of {n_tokens:,} tokens"
     _say(job, f"time: about {duration_text(total_s)} for {what}")
 
@@ -289,8 +288,7 @@ def _learned(job: _Job, level: float, kept: Kept) -> Outcome:
     """Learn the adapter of a level, or finish learning it."""
     from llmaas_plugins.training.recovery import recover
 
-    n_window = job.texts.training.shape[1]
-    n_tokens = job.recipe.n_steps(n_window) * job.recipe.n_rows * n_window
+    n_tokens = job.recipe.n_trained(job.texts.training.shape[1])
     with progress_bar(f"level {level}", "token", n_tokens) as bar:
         return recover(
             job.level(level),

@@ -234,8 +234,7 @@ def _say_time(job: _Job) -> None:
 
 
 def _trained_tokens(job: _Job) -> int:
-    n_window = job.texts.training.shape[1]
-    return job.recipe.n_steps(n_window) * job.recipe.n_rows * n_window
+    return job.recipe.n_trained(job.texts.training.shape[1])
 
 
 def _judged(job: _Job, what: str) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llmaas_plugins.training.distillation import Judged, SparseRecipe
-    from llmaas_plugins.training.objectives import Quality
     from llmaas_plugins.training.recovery import Texts
 
 __all__ = ["lines_of", "report_of"]
@@ -27,8 +26,9 @@ def report_of(
         after: Quality of the file.
         path: Path of the file; None if it was not better, so nothing was written.
     """
-    from llmaas_plugins.training.distillation import closure
+    from llmaas_plugins.training.objectives import closure, mean_quality
 
+    means = [(x, mean_quality(before[x]), mean_quality(after[x])) for x in before]
     return {
         "file": None if path is None else str(path),
         "n_tokens": recipe.n_tokens,
@@ -39,14 +39,14 @@ def report_of(
         "sparsities": [
             {
                 "sparsity": sparsity,
-                "kl_before": _mean(before[sparsity], "kl"),
-                "kl": _mean(after[sparsity], "kl"),
-                "perplexity_dense": math.exp(_mean(before[sparsity], "whole")),
-                "perplexity_before": math.exp(_mean(before[sparsity], "loss")),
-                "perplexity": math.exp(_mean(after[sparsity], "loss")),
-                "closure": closure(before[sparsity], after[sparsity]),
+                "kl_before": one.kl,
+                "kl": other.kl,
+                "perplexity_dense": math.exp(one.whole),
+                "perplexity_before": math.exp(one.loss),
+                "perplexity": math.exp(other.loss),
+                "closure": closure(one, other),
             }
-            for sparsity in before
+            for sparsity, one, other in means
         ],
     }
 
@@ -66,7 +66,3 @@ def lines_of(report: dict[str, Any]) -> Iterator[str]:
         yield "nothing was written: the distilled matrices are no better. Learn from more tokens."
     else:
         yield f"{report['file']}: distilled on {report['n_tokens']:,} tokens"
-
-
-def _mean(found: Sequence[Quality], name: str) -> float:
-    return sum(getattr(one, name) for one in found) / len(found)

@@ -1,0 +1,46 @@
+"""Parts that the studies of learning share: recovery and distillation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from llmaas_eval.data import (
+    TRAINING_TEXT,
+    documents_by_kind,
+    packaged_documents,
+    read_documents,
+)
+from llmaas_eval.elastic.texts import Windows, windows_of
+
+__all__ = ["has_torch", "texts"]
+
+_N_TOKENS, _CHARACTERS = 512, 6
+_KINDS = ("the training text's kind", "novels", "news", "service dialogs")
+
+
+def has_torch() -> bool:
+    """Return whether torch is installed; if not, say how to install it."""
+    is_found = find_spec("torch") is not None
+    if not is_found:
+        sys.stderr.write("torch is not installed: pip install 'llmaas-plugins[train]'\n")
+    return is_found
+
+
+def texts(args: argparse.Namespace, model: Path) -> tuple[Windows, Mapping[str, Windows]]:
+    """Return windows to learn from, and windows to judge by, by kind of text.
+
+    Args:
+        args: Options ``quick``, ``data``, ``tokens`` and ``windows``.
+        model: GGUF file with the vocabulary.
+    """
+    if args.quick:
+        windows = windows_of(model, packaged_documents(), 6, 64)
+        return windows[:4], {"packaged chats": windows[4:]}
+    training = read_documents(args.data / TRAINING_TEXT, _CHARACTERS * args.tokens)
+    found = documents_by_kind(args.data)
+    kinds = {kind: windows_of(model, found[kind], args.windows, _N_TOKENS) for kind in _KINDS}
+    return windows_of(model, training, args.tokens, _N_TOKENS), kinds
