@@ -85,7 +85,7 @@ tsan: setup
 lint: setup $(VENV)/.clients
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --no-incremental
 	$(BIN)/lint-imports
 	$(BIN)/python -m llmaas_eval.house.voice
 	$(BIN)/python -m llmaas_eval.house.sizes

@@ -164,11 +164,12 @@ class Decoder:
         if a.score_cap:
             y = _capped_attention(q, k, v, mask, a.score_scale, a.score_cap)
         else:
-            # without a leading dimension, torch refuses grouped queries
-            operands = (part if part.dim() > 3 else part[None] for part in (q, k, v))
+            if is_single := q.dim() == 3:  # torch refuses grouped queries without a batch
+                q, k, v = q[None], k[None], v[None]
             y = functional.scaled_dot_product_attention(
-                *operands, mask, scale=a.score_scale, enable_gqa=True
-            ).view_as(q)
+                q, k, v, mask, scale=a.score_scale, enable_gqa=True
+            )
+            y = y[0] if is_single else y
         return y.transpose(-3, -2).flatten(-2)
 
     def activate(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
