@@ -83,10 +83,8 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     config = load_config(args.config).with_default("kv_chunks")  # a service should keep contexts
     limits = config.service
     keys = ApiKeys(server_settings.api_key, read_key_file(limits.key_file))
-    is_tcp = args.uds is None
-    host = server_settings.host if is_tcp else None
-    files = (server_settings.ssl_keyfile, server_settings.ssl_certfile)
-    tls = tls_context(*files) if is_tcp else None
+    host = server_settings.host if args.uds is None else None
+    tls = tls_context(server_settings.ssl_keyfile, server_settings.ssl_certfile)
     origins = OriginCheck(host, limits.allowed_hosts, limits.allowed_origins)
     admission = Admission(limits.max_queue)
     metrics = Metrics(admission)
@@ -152,6 +150,9 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
         )
     if model.hf_model_repo_id is None and not Path(model.model).is_file():
         raise ConfigError(f"no such model: {model.model}")
+    for name in ("ssl_certfile", "ssl_keyfile"):
+        if args.uds is not None and getattr(server, name) is not None:
+            raise ConfigError(f"--{name} has no effect with --uds; leave one of them out")
     check_model_options(model)
     return server, model
 

@@ -62,6 +62,20 @@ _NEEDS = {
 }
 """Chat formats that llama_cpp.server makes itself, with the option that each of them needs."""
 
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "draft_model": ("prompt-lookup-decoding",),
+    "split_mode": tuple(range(llama_cpp.LLAMA_SPLIT_MODE_TENSOR + 1)),
+    "rope_scaling_type": tuple(range(-1, llama_cpp.LLAMA_ROPE_SCALING_TYPE_MAX_VALUE + 1)),
+}
+"""Options for which llama_cpp takes any value, and then uses another one."""
+
+_OVERRIDE = re.compile(
+    r"[^=]{1,127}=(bool:(true|false|1|0)|int:[+-]?\d{1,18}|float:[+-]?[\d.]+(e[+-]?\d+)?"
+    r"|str:[^=:]{0,127})",
+    re.ASCII | re.IGNORECASE,
+)
+"""Entries of a model's file with other values; llama_cpp ignores one without a type."""
+
 _TEXTS = ("chat_template", "bos_token", "eos_token")
 _FILES = ("lora_base", "lora_path", "hf_tokenizer_config_path", "clip_model_path")
 
@@ -120,6 +134,16 @@ def check_model_options(model: Any) -> None:
         if (found := getattr(model, name)) is not None and found not in _CELLS:
             known = ", ".join(f"{number} ({kind})" for number, kind in _CELLS.items())
             raise ConfigError(f"--{name}: contexts have no cells of type {found}. Known: {known}.")
+    for name, choices in _CHOICES.items():
+        if (found := getattr(model, name)) is not None and found not in choices:
+            known = ", ".join(map(str, choices))
+            raise ConfigError(f"--{name}: unknown value {found!r}. Known: {known}.")
+    for text in model.kv_overrides or ():
+        if not _OVERRIDE.fullmatch(text):
+            raise ConfigError(
+                f"--kv_overrides: expected KEY=TYPE:VALUE with bool, int, float or str as TYPE, "
+                f"found {text!r}"
+            )
     if model.chat_format is not None:
         _check_chat_format(model)
 

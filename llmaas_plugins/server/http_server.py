@@ -181,6 +181,8 @@ class Server(uvicorn.Server):
                 app,
                 http=connection,
                 ws="none",
+                proxy_headers=False,  # FORWARDED_ALLOW_IPS would let clients choose their address
+                workers=1,  # WEB_CONCURRENCY is meant for servers with several
                 timeout_graceful_shutdown=_LAST_BYTES_S,
                 **options,
             )

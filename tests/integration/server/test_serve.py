@@ -9,8 +9,9 @@ import socket
 import subprocess
 import threading
 
+import httpx
 import pytest
-from served import ENGINE, drain, serving
+from served import ENGINE, drain, serving, wait_until
 
 from llmaas_hooks import LimitError, LlmaasError
 from llmaas_plugins.config import ServiceConfig
@@ -29,7 +30,8 @@ SUBJECTS = ("Tell me about your dog.", "I want to fly to Rome.", "My phone is br
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("serve"), **SETTINGS) as server:
+    others = {"WEB_CONCURRENCY": "many", "FORWARDED_ALLOW_IPS": "*"}  # other programs' variables
+    with serving(tmp_path_factory.mktemp("serve"), environ=others, **SETTINGS) as server:
         yield server
 
 
@@ -192,6 +194,13 @@ def test_what_the_service_cannot_understand(app, sampling, message):
 def test_bad_app_names(server, name):
     with pytest.raises(LlmaasError, match=r"1 to 128 printable.*\(HTTP 422\)"):
         server.client.bind(name).new_context()
+
+
+def test_clients_cannot_choose_the_address_that_is_logged(server):
+    forwarded = {"X-Forwarded-For": "192.0.2.7"}
+    assert httpx.get(f"{server.address}/v1/models", headers=forwarded).status_code == 200
+    wait_until(lambda: "GET /v1/models" in server.log())
+    assert "192.0.2.7" not in server.log()
 
 
 def test_app_names_of_all_kinds(server):

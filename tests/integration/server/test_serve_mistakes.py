@@ -64,6 +64,12 @@ def test_another_model_configuration(refused, monkeypatch):
             ["--toy", "--type_k", "99"],
             "--type_k: contexts have no cells of type 99. Known: 0 (f32)",
         ),
+        (["--toy", "--draft_model", "x.gguf"], "'x.gguf'. Known: prompt-lookup-decoding."),
+        (["--toy", "--split_mode", "77"], "--split_mode: unknown value 77. Known: 0, 1, 2, 3."),
+        (["--toy", "--rope_scaling_type", "9"], "unknown value 9. Known: -1, 0, 1, 2, 3."),
+        (["--toy", "--kv_overrides", "a=b"], "expected KEY=TYPE:VALUE with bool, int, float or"),
+        (["--toy", "--kv_overrides", "a=int:x"], "float or str as TYPE, found 'a=int:x'"),
+        (["--toy", "--uds", "s", "--ssl_certfile", "c"], "--ssl_certfile has no effect with --uds"),
         (
             ["--n-ctx", "5"],
             "error: unrecognized arguments: --n-ctx 5. Did you mean '--n_ctx'? `llmaas serve --ser",
@@ -100,13 +106,13 @@ def numbers():
 @pytest.mark.parametrize("value", [str(2**63), str(2**70), str(-(2**70)), "inf", "nan", "1e308"])
 @pytest.mark.parametrize("name", list(numbers()))
 def test_numbers_of_absurd_sizes(name, value):
-    args = argparse.Namespace(toy=True, verbose=False, server_help=False)
+    args = argparse.Namespace(toy=True, verbose=False, server_help=False, uds=None)
     with pytest.raises(ConfigError, match=name):
         _settings(args, [f"--{name}", value])
 
 
 def test_the_largest_numbers():
-    args = argparse.Namespace(toy=True, verbose=False, server_help=False)
+    args = argparse.Namespace(toy=True, verbose=False, server_help=False, uds=None)
     _, model = _settings(args, ["--seed", str(2**32 - 1), "--n_threads", str(2**31 - 1)])
     assert (model.seed, model.n_threads) == (2**32 - 1, 2**31 - 1)
 
