@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,28 +95,6 @@ def _own_digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("MPLCONFIGDIR", fonts)  # matplotlib needs seconds to rebuild its font cache
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _plugins_listed_once() -> Iterator[None]:
-    """List the installed plugins once for each state of the import path.
-
-    An activation reads the entry points of every installed distribution for each of its plugins.
-    The tests' environment has hundreds of distributions, and the tests activate thousands of times.
-    """
-    from llmaas_hooks import discovery
-
-    @functools.cache
-    def list_once(group: str, _: object) -> EntryPoints:
-        return entry_points(group=group)
-
-    def listed(group: str) -> EntryPoints:
-        folders = [folder for folder in map(Path, sys.path) if folder.exists()]
-        return list_once(group, tuple((folder, folder.stat().st_mtime_ns) for folder in folders))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(discovery, "entry_points", listed)
         yield
 
 
