@@ -145,10 +145,11 @@ class Suite:
     def close(self) -> None:
         """Revert the patches and close the plugins, however many activations are open."""
         global _active  # noqa: PLW0603  one activation per process, because patches are global
-        _active = None
         try:
             self._installed.revert()
         finally:
+            if not self._installed.targets():  # otherwise Ctrl-C came again; call this again
+                _active = None
             self.hooks.shutdown()
 
     def _log_reports(self) -> None:

@@ -6,6 +6,7 @@ one ``HookManager``. ``Installed.revert`` restores the original functions.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from llama_cpp import Llama
@@ -64,15 +65,20 @@ class Installed:
         self.settle()
 
     def revert(self) -> None:
-        """End paused requests, finish deferred work and restore every original; idempotent."""
-        self._host.log_buffer.replay()
-        self._host.end_paused()
-        self._host.give_up_parked()
-        self.settle()
-        self._host.hooks.is_ending = True
-        _close(self._host)
-        self._applied.revert()
-        self._host.collecting.stop()
+        """End paused requests, finish deferred work and restore every original; idempotent.
+
+        After Ctrl-C, which may interrupt the waiting, the originals are restored nevertheless.
+        """
+        host = self._host
+        with contextlib.ExitStack() as stack:  # each callback runs whatever the others raise
+            stack.callback(host.collecting.stop)
+            stack.callback(self._applied.revert)
+            stack.callback(_close, host)
+            stack.callback(setattr, host.hooks, "is_ending", True)
+            host.log_buffer.replay()
+            host.end_paused()
+            host.give_up_parked()
+            self.settle()
 
 
 def install(hooks: HookManager) -> Installed:

@@ -47,6 +47,9 @@ class Due(Protocol):
     def disown(self, context_id: str) -> None:
         """Save nothing if the request runs in this persistent context, which is being deleted."""
 
+    def finish(self) -> None:
+        """Do the work now, exactly once, as the request is over."""
+
     def __call__(self) -> None:
         """Do the work."""
 
@@ -61,6 +64,8 @@ class CellTracker:
         n_spare: Number of cells that plugins added.
         hides: Whether plugins added sequences that the app must not see.
         parked: Sequences that hold a plugin's cells between calls.
+        must_free_parked: Whether ``parked`` must be freed as soon as no call uses the context.
+        is_in_call: Whether a call that reads or changes cells is running.
         is_lent: Whether the current calls are a plugin's.
         n_explained: Number of leading recorded tokens whose cells ``Llama`` evaluated or a plugin
             restored.
@@ -82,6 +87,8 @@ class CellTracker:
         self.n_spare = 0
         self.hides = False
         self.parked: set[int] = set()
+        self.must_free_parked = False
+        self.is_in_call = False
         self.is_lent = False
         self.n_explained = 0
         self.sparse_from: int | None = None
@@ -103,6 +110,15 @@ class CellTracker:
             except IndexError:  # another thread has ended it
                 return
             end()
+
+    def end_paused(self) -> None:
+        """End the requests whose generators wait for the app, before the app uses the cells itself.
+
+        Otherwise their ends would treat the app's own cells as theirs, and the app's batch would be
+        computed at their levels.
+        """
+        for end in [end for end in self.due if end.is_paused]:
+            end.finish()
 
     def changed(self, start: int | None) -> None:
         """Record that cells of sequence 0 from position ``start`` on changed; None means none."""
@@ -127,6 +143,17 @@ class CellTracker:
             n_tokens, positions = batch.n_tokens, batch.pos
             known = positions and n_tokens > 0
             self.changed(min(positions[:n_tokens]) if known else 0)
+
+    def takes(self, batch: Any) -> bool:
+        """Return whether the app's context has all sequences of the app's own batch."""
+        if self.is_lent or self.is_evaluating or not batch.seq_id:
+            return True
+        most = self.app_n_seq_max
+        return all(
+            batch.seq_id[i][j] < most
+            for i in range(batch.n_tokens)
+            for j in range(batch.n_seq_id[i] if batch.seq_id[i] else 0)
+        )
 
     def is_full(self, batch: Any) -> bool:
         """Return whether ``Llama`` is about to evaluate more tokens than the app's context holds.
@@ -173,6 +200,22 @@ class CellTracker:
         with self.lent():
             while self.parked:
                 llama_cpp.llama_memory_seq_rm(self.handles[-1], self.parked.pop(), -1, -1)
+
+    @contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Keep other threads from freeing plugins' sequences inside the block."""
+        was_in_call, self.is_in_call = self.is_in_call, True
+        try:
+            yield
+        finally:
+            self.is_in_call = was_in_call
+
+    def free_at_end(self) -> None:
+        """Free plugins' sequences if the plugins have ended and nothing uses the context."""
+        is_used = self.is_in_call or any(not end.is_paused for end in self.due)
+        if self.must_free_parked and not (is_used or self.is_closed):
+            self.must_free_parked = False
+            self.give_up_parked()
 
     def claimed(self, call: str) -> None:
         """Free plugins' sequences, because the app's call uses one that it did not ask for."""

@@ -288,6 +288,12 @@ class LlamaEngine:
         if self._tracker.due:
             self._background.defer(self._tracker.handles, job)
 
+    def free_parked_at_end(self) -> None:
+        """Free plugins' sequences if the plugins ended while a request was running."""
+        if self._tracker.must_free_parked and self.is_alive and self.llama.ctx is not None:
+            self.settle()
+            self._tracker.free_at_end()
+
     def end(self, *ends: Due) -> None:
         """Finish these requests, or all open ones, exactly once.
 

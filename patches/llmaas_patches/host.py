@@ -82,16 +82,19 @@ class Host:
     def give_up_parked(self) -> None:
         """Free plugins' sequences on the background thread: soon nothing hides them any more.
 
-        A context that is working keeps them, because no other thread may change its cells.
+        While a call or a request uses a context, no other thread may change its cells. Then the end
+        of the call or of the request frees them.
         """
-
-        def give_up(tracker: CellTracker) -> None:
-            if not tracker.is_closed:  # freed meanwhile
-                tracker.give_up_parked()
-
         for tracker in {id(one): one for one in list(self.trackers.values())}.values():
-            if tracker.parked and all(end.is_paused for end in tracker.due):
-                self.background.defer(tracker.handles, functools.partial(give_up, tracker))
+            if tracker.parked:
+                tracker.must_free_parked = True
+                self.background.defer(tracker.handles, tracker.free_at_end)
+
+    def free_at_end(self, tracker: CellTracker) -> None:
+        """Free plugins' sequences after a call if the plugins ended during it."""
+        if tracker.must_free_parked and not self.collecting.here():
+            self.background.settle(tracker.handles[0])
+            tracker.free_at_end()
 
     def disown(self, context_id: str) -> None:
         """Let requests that are still open in a persistent context save nothing at their end.

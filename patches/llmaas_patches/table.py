@@ -28,7 +28,7 @@ from llmaas_patches.wrappers.contexts import (
     wrap_n_ctx,
     wrap_n_seq_max,
 )
-from llmaas_patches.wrappers.decoding import wrap_decode, wrap_sample
+from llmaas_patches.wrappers.decoding import wrap_decode, wrap_process, wrap_sample
 from llmaas_patches.wrappers.hidden import around_clear, around_keep, around_named, around_remove
 from llmaas_patches.wrappers.models import (
     wrap_free_model,
@@ -124,8 +124,6 @@ _CHANGING: dict[str, tuple[tuple[str, ...], Change, Around]] = {
         _load_file,
         around_named(2),
     ),
-    "llama_encode": (("ctx",), _everything, around_everything),
-    "llama_process": (("ctx",), _everything, around_everything),
 }
 
 # Calls that change how a context computes its cells.
@@ -145,6 +143,8 @@ _OWN = {
     "llama_init_from_model": (("model", "params"), wrap_init_context),
     "llama_new_context_with_model": (("model", "params"), wrap_init_context),
     "llama_decode": (("ctx", "batch"), wrap_decode),
+    "llama_encode": (("ctx",), wrap_process),
+    "llama_process": (("ctx",), wrap_process),
     "llama_free": (("ctx",), wrap_free),
     "llama_n_ctx": (("ctx",), wrap_n_ctx),
     "llama_n_ctx_seq": (("ctx",), wrap_n_ctx),

@@ -189,19 +189,24 @@ def test_cells_that_an_app_changed_are_not_kept(recorder, make_llama, caplog, di
     next(generator)
     disturb(llama)
     generator.close()
-    assert recorder.events == ["begin", "restore", "end"]
+    # a batch of the app's own ends the request before it changes cells
+    saves = ["save"] if disturb is decode_own_batch else []
+    assert recorder.events == ["begin", "restore", *saves, "end"]
+    recorder.events.clear()
     llama.reset()
     greedy(llama, PROMPT, 1)  # Llama starts from nothing
-    assert recorder.events[3:] == ONCE
+    assert recorder.events == ONCE
+    recorder.events.clear()
     disturb(llama)
     generator = llama.generate([*PROMPT, 405], temp=0.0)
     with contextlib.suppress(RuntimeError):  # llama.cpp may detect it
         next(generator)
     generator.close()
-    assert recorder.events[7:] == ["begin", "end"]
+    assert recorder.events == ["begin", "end"]
     assert "without Llama's knowledge" in caplog.text
+    recorder.events.clear()
     greedy(llama, [7, 8, 9], 1)
-    assert recorder.events[9:] == ONCE
+    assert recorder.events == ONCE
 
 
 def test_ends_that_an_app_cuts_off_are_not_missed(recorder, make_llama):

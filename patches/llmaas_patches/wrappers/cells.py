@@ -84,14 +84,19 @@ def _noted(
 
     @functools.wraps(original)
     def noted(handle: Any, *args: Any) -> Any:
-        if pending:
-            settle(address(handle))
         tracker = trackers.get(address(handle))
-        if tracker is not None:
-            note(tracker, args)
-            if tracker.hides and not tracker.is_lent:
-                return around(tracker, original, (handle, *args))
-        return original(handle, *args)
+        if tracker is None:
+            return original(handle, *args)
+        try:
+            with tracker.in_call():  # first, because deferred work leaves cells of a call alone
+                if pending:
+                    settle(address(handle))
+                note(tracker, args)
+                if tracker.hides and not tracker.is_lent:
+                    return around(tracker, original, (handle, *args))
+                return original(handle, *args)
+        finally:
+            host.free_at_end(tracker)
 
     return noted
 
@@ -106,6 +111,8 @@ def wrap_eval(host: Host, original: Function) -> Function:
         if tracker is None:
             original(self, tokens)
             return
+        if tracker.due:
+            tracker.end_paused()
         start, ctx, n_tokens = self.n_tokens, address(self.ctx), len(tokens)
         tracker.is_evaluating = True
         try:
@@ -130,8 +137,10 @@ def wrap_reset(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def reset(self: Llama) -> None:
-        original(self)
         tracker = host.trackers.get(address(self.ctx))
+        if tracker is not None:
+            tracker.end_paused()
+        original(self)
         if tracker is not None:
             tracker.app = request_scope.current().app
         if prepares:  # C code may evaluate the next batch
@@ -159,8 +168,10 @@ def wrap_load_state(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def load_state(self: Llama, state: LlamaState) -> None:
-        original(self, state)
         tracker = host.trackers.get(address(self.ctx))
+        if tracker is not None:
+            tracker.end_paused()
+        original(self, state)
         if tracker is not None:
             tracker.loaded(host.states.get(state), request_scope.current().app)
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from llama_cpp import llama_cpp
 from numpy.ctypeslib import as_array
 
 from llmaas_hooks import DecodeStep, LogitsView
-from llmaas_patches.cell_tracker import address
+from llmaas_patches.cell_tracker import CellTracker, address
 from llmaas_patches.host import Host
 
-__all__ = ["wrap_decode", "wrap_sample"]
+__all__ = ["wrap_decode", "wrap_process", "wrap_sample"]
 
 Function = Callable[..., Any]
+_SEVERAL = 2
+"""Any number of tokens that is not one."""
 
 
 def wrap_decode(host: Host, original: Function) -> Function:
@@ -26,24 +29,39 @@ def wrap_decode(host: Host, original: Function) -> Function:
 
 
 def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
-    pending, settle, trackers = host.background.pending, host.background.settle, host.trackers
-    with_more_outputs, native = host.with_more_outputs, host.native
-    listens = host.hooks.listens("llmaas_decode")
-    prepares = host.hooks.listens("llmaas_app_batch")
+    trackers = host.trackers
     keeps_cells = any(map(host.hooks.listens, ("llmaas_kv_save", "llmaas_kv_restore")))
+    prepare, decode = _preparation(host), _timed(host, original)
 
     @functools.wraps(original)
     def llama_decode(ctx: Any, batch: Any) -> Any:
-        if pending:
-            settle(address(ctx))
-        if prepares:
-            host.app_batch(ctx)
-        if with_more_outputs:
-            _drop_outputs(host, address(ctx))
-        if keeps_cells and (tracker := trackers.get(address(ctx))) is not None:
-            tracker.decoded(batch)
-            if tracker.n_spare and tracker.is_full(batch):
-                return 1  # llama.cpp's status for a full context of the app's size
+        tracker = trackers.get(address(ctx))
+        if tracker is None:
+            prepare(ctx, None)
+            return decode(ctx, batch)
+        was_in_call, tracker.is_in_call = tracker.is_in_call, True
+        try:
+            prepare(ctx, tracker)
+            if keeps_cells:
+                if tracker.hides and not tracker.takes(batch):
+                    return -1  # llama.cpp's status for a sequence that a context does not have
+                tracker.decoded(batch)
+                if tracker.n_spare and tracker.is_full(batch):
+                    return 1  # llama.cpp's status for a full context of the app's size
+            return decode(ctx, batch)
+        finally:
+            tracker.is_in_call = was_in_call
+            if tracker.must_free_parked:
+                host.free_at_end(tracker)
+
+    return llama_decode
+
+
+def _timed(host: Host, original: Function) -> Function:
+    """Return ``llama_decode`` that computes exactly what it must, and says how long it took."""
+    native, listens = host.native, host.hooks.listens("llmaas_decode")
+
+    def decode(ctx: Any, batch: Any) -> Any:
         n_tokens = batch.n_tokens
         started = time.perf_counter() if listens else 0.0
         if native is None or n_tokens == 1:
@@ -58,7 +76,7 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
             host.hooks.decode(DecodeStep(address(ctx), n_tokens, seconds))
         return result
 
-    return llama_decode
+    return decode
 
 
 def _wrap_decode_without_plugins(host: Host, original: Function) -> Function:
@@ -72,6 +90,52 @@ def _wrap_decode_without_plugins(host: Host, original: Function) -> Function:
         return original(ctx, batch)
 
     return llama_decode
+
+
+def wrap_process(host: Host, original: Function) -> Function:
+    """Wrap ``llama_encode`` and ``llama_process``, whose batches cannot be looked into.
+
+    Plugins' sequences are freed first, because such a batch may name them.
+    """
+    prepare, trackers, native = _preparation(host), host.trackers, host.native
+
+    @functools.wraps(original)
+    def process(ctx: Any, *args: Any) -> Any:
+        tracker = trackers.get(address(ctx))
+        if tracker is None:
+            prepare(ctx, None)
+            return original(ctx, *args)
+        try:
+            exact = nullcontext() if native is None else native.batch_of(address(ctx), _SEVERAL)
+            with tracker.in_call(), exact:
+                prepare(ctx, tracker)
+                tracker.changed(0)
+                if tracker.hides and not tracker.is_lent:
+                    tracker.claimed(original.__name__)
+                return original(ctx, *args)
+        finally:
+            host.free_at_end(tracker)
+
+    return process
+
+
+def _preparation(host: Host) -> Callable[[Any, CellTracker | None], None]:
+    """Return what to do before each batch: end paused requests, wait, and announce an app's own."""
+    pending, settle = host.background.pending, host.background.settle
+    with_more_outputs = host.with_more_outputs
+    prepares = host.hooks.listens("llmaas_app_batch")
+
+    def prepare(ctx: Any, tracker: CellTracker | None) -> None:
+        if tracker is not None and tracker.due and not (tracker.is_evaluating or tracker.is_lent):
+            tracker.end_paused()
+        if pending:
+            settle(address(ctx))
+        if prepares:
+            host.app_batch(ctx)
+        if with_more_outputs:
+            _drop_outputs(host, address(ctx))
+
+    return prepare
 
 
 def _drop_outputs(host: Host, ctx: int) -> None:

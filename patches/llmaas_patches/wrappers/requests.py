@@ -67,6 +67,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
             while token is not None:
                 clock.token()
                 end.n_held = int(llama.n_tokens)
+                engine.free_parked_at_end()
                 reply = yield token
                 clock.is_paused = False
                 try:
@@ -77,7 +78,8 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         finally:
             inner.close()
             if not host.collecting.here():  # otherwise the next request ends it
-                engine.end(end)
+                end.finish()
+                engine.free_parked_at_end()
 
     return generate
 
@@ -249,12 +251,16 @@ class _End:
         if self._request.context_id == context_id:
             self._saves = False
 
+    def finish(self) -> None:
+        self.engine.end(self)
+
     def __call__(self) -> None:
         hooks, request = self._host.hooks, self._request
         try:
             if self.n_held and _can_save(self.engine):
                 self.engine.drop_unsaid(self.n_held)
-            if self._saves and _can_save(self.engine):
+            is_own = self.engine.resident_app == request.app  # another app may have reset it since
+            if self._saves and is_own and _can_save(self.engine):
                 hooks.kv_save(request, self.engine.reusable_tokens())
         finally:
             hooks.request_end(request, self.clock.stats(len(request.tokens), self._n_reused))

@@ -7,8 +7,9 @@ import threading
 
 import numpy as np
 import pytest
-from leveled import N, Recorder, answered, report
+from leveled import TENTHS, N, Recorder, answered, report
 from llama_cpp import llama_cpp
+from own_batches import has_process, process
 from switching import PROMPT, ask
 
 from llmaas_hooks import Levels, PluginError, hookimpl
@@ -166,6 +167,32 @@ def test_batches_of_the_apps_own_are_at_the_level_of_the_block(narrowing, engine
         assert recorder.taken(late) == [(0.5, 5)]
         late.close()
     assert go_on() == [0.9, 0.9]
+
+
+def test_an_apps_own_batch_ends_a_request_that_waits(narrowing, engine):
+    recorder = Recorder()
+    narrowing(recorder)
+    llama = engine()
+    with elastic.level(0.5):
+        stream = llama.generate(PROMPT, temp=0.0)
+        next(stream)
+    llama.reset()
+    llama.eval(PROMPT)
+    assert recorder.taken(llama) == [(0.5, N), (1.0, N)]
+
+
+@has_process
+def test_batches_of_the_next_kind_are_at_the_level_of_the_block(narrowing, engine):
+    recorder = Recorder()
+    narrowing(recorder)
+    llama = engine()
+    context = recorder.contexts[int(llama.ctx)]
+    with elastic.level(0.5):
+        assert process(llama, PROMPT) == 0
+    assert TENTHS[context.level] == 0.5
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llama.ctx), True)
+    assert process(llama, PROMPT) == 0
+    assert TENTHS[context.level] == 1.0
 
 
 def test_a_model_is_not_taken_for_another_one_at_the_same_path(  # noqa: PLR0917  its fixtures
