@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find native -type f 2>/dev/null) $(wildcard llmaas_plugins/_native/*)
 
-.PHONY: demo test quick test-train soak sanitized peer-tests compat results lint docs native-test releases canary tsan bench setup clean
+.PHONY: demo test test-slow quick test-train soak sanitized peer-tests compat results lint docs native-test releases canary tsan bench setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/llmaas demo
@@ -12,11 +12,17 @@ demo: $(VENV)/.installed
 # The tests have many small engines and matrices: threads that wait must sleep instead of spinning, and OpenBLAS needs no threads.
 QUIET := GGML_NO_BACKTRACE=1 OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1
 
+# Run the tests, but for those that take more than a second of processor time each.
 # PYTHONDONTWRITEBYTECODE is emptied: without bytecode on disk each worker and each child process would compile every module.
-# tests/load runs last and alone, because its tests need the whole machine.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup $(VENV)/.clients native-test
-	$(QUIET) $(BIN)/pytest --ignore=tests/load --ignore=tests/train -n auto --dist worksteal --durations=10
+	$(QUIET) $(BIN)/pytest -m "not slow" --ignore=tests/load --ignore=tests/train -n auto --dist worksteal --durations=10
+
+# Run the others: memory budgets in processes of their own, kills, faults at every operation, mixed load, whole commands.
+# tests/load runs last and alone, because its tests need the whole machine.
+test-slow: export PYTHONDONTWRITEBYTECODE =
+test-slow: setup $(VENV)/.clients
+	$(QUIET) $(BIN)/pytest -m slow --ignore=tests/load --ignore=tests/train -n auto --dist worksteal --durations=10
 	$(QUIET) $(BIN)/pytest tests/load
 
 QUICK := tests/unit --ignore=tests/unit/eval tests/engine/test_pass_through.py tests/integration/test_requests.py \

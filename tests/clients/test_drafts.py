@@ -37,6 +37,7 @@ def drafting(opened):
     )
 
 
+@pytest.mark.slow
 @cells(PLAIN, "completion", "drafts", "contexts restored", "same as vanilla")
 def test_completions(lives, drafting, subjects):
     def app():
@@ -70,6 +71,7 @@ def test_streams_left_early(lives, drafting, subjects):
     assert min(run.restored) > 0
 
 
+@pytest.mark.slow
 @cells(PLAIN, "logprobs", "drafts", "same as vanilla")
 def test_logprobs(lives, drafting, subjects):
     def app():
@@ -108,6 +110,7 @@ def test_instructor_without_a_model(lives, drafting, instructor, subjects):
     assert min(run.restored) > 0
 
 
+@pytest.mark.slow
 @cells(INSTRUCTOR, "tools", "drafts", "same as vanilla")
 def test_instructor_by_tools(lives, drafting, instructor, subjects):
     options = {"response_model": Flight, "max_tokens": 80, "temperature": 0.0}

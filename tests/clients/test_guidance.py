@@ -35,6 +35,7 @@ def on(guidance):
     return lambda llama: guidance.models.LlamaCpp(llama, echo=False, chat_template=ChatMLTemplate)
 
 
+@pytest.mark.slow
 @cell("completion")
 @cell("contexts restored", "no")
 def test_text(lives, guidance, opened, on, subjects):
@@ -49,6 +50,7 @@ def test_text(lives, guidance, opened, on, subjects):
     assert run.restored == [0, 0]
 
 
+@pytest.mark.slow
 @cell("chat")
 def test_roles(lives, guidance, opened, on, subjects):
     def app():
@@ -102,6 +104,7 @@ def complete(llama, prompt):
     return llama(prompt, max_tokens=8, temperature=0.0)["choices"][0]["text"]
 
 
+@pytest.mark.slow
 def test_an_engine_used_both_ways_in_turn(lives, guidance, opened, on, subjects):
     def app():
         found = []
@@ -116,6 +119,7 @@ def test_an_engine_used_both_ways_in_turn(lives, guidance, opened, on, subjects)
     assert min(run.restored) > 0
 
 
+@pytest.mark.slow
 def test_an_app_that_forgets_the_reset_gets_no_other_answers_later(
     lives, guidance, opened, on, subjects
 ):

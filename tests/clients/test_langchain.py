@@ -40,6 +40,7 @@ def chat_model(engine, reference_model):
     return make
 
 
+@pytest.mark.slow
 @cell("chat")
 @cell("contexts restored")
 @pytest.mark.parametrize("streaming", [False, True])
@@ -92,6 +93,7 @@ class Flight(BaseModel):
     seat: Literal["aisle", "window"]
 
 
+@pytest.mark.slow
 @cell("tools")
 def test_a_forced_tool(lives, chat_model, subjects):
     def app():

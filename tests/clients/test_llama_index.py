@@ -33,6 +33,7 @@ def llm(engine, reference_model):
     return make
 
 
+@pytest.mark.slow
 @cell("completion")
 def test_completions(lives, llm, subjects):
     def app():
@@ -91,6 +92,7 @@ def test_stream_left_early(lives, llm, subjects):
     assert min(run.restored) > 0
 
 
+@pytest.mark.slow
 @cell("logprobs")
 def test_logprobs(lives, llm, subjects):
     def app():

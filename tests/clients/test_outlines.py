@@ -27,6 +27,7 @@ def outlines():
     return pytest.importorskip("outlines")
 
 
+@pytest.mark.slow
 @cell("completion")
 def test_text(lives, outlines, opened, subjects):
     def app():
@@ -80,6 +81,7 @@ def test_stream(lives, outlines, opened, subjects):
     assert min(run.restored) > 0
 
 
+@pytest.mark.slow
 @cell("grammar / JSON")
 def test_constraints(lives, outlines, opened, subjects):
     time = outlines.types.Regex(r"\d\d:\d\d")

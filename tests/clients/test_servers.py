@@ -174,6 +174,7 @@ def converse(client, subjects):
     return found
 
 
+@pytest.mark.slow
 @on_both("chat", "contexts restored")
 def test_conversations_in_turn(plain, ours, subjects):
     def app(server):
@@ -194,6 +195,7 @@ def completions(client, texts, **options):
     ]
 
 
+@pytest.mark.slow
 @on_both("completion", "logprobs")
 def test_logprobs(plain, ours, subjects):
     def app(server):
@@ -327,6 +329,7 @@ def test_users_that_leave_at_any_moment(plain, ours, subjects):
 # -- lm-evaluation-harness -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ours", ["run", "serve"], indirect=True)
 @pytest.mark.compat("clients", "lm-evaluation-harness `gguf`", "completion", "yes")
 @pytest.mark.compat("clients", "lm-evaluation-harness `gguf`", "logprobs", "yes")

@@ -79,6 +79,7 @@ def narrowed(tmp_path):
     return lambda path, pattern, **n: zeroed(path, tmp_path / "zeroed.gguf", pattern, **n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [None, "tiles", "file"])
 @pytest.mark.parametrize("case", WHOLE_BLOCKS, ids="-".join)
 def test_terms_are_those_of_llama_cpps_adapters(family, lora, narrowed, case, source):

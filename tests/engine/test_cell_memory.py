@@ -120,6 +120,7 @@ def test_positions_that_move_touch_all_cells(opened, cells):
         assert memory.touched_bytes == memory.n_bytes
 
 
+@pytest.mark.slow
 def test_answers_are_vanillas_to_the_bit_with_every_cell_in_use(opened, cells, family, settings):
     with loaded(family("llama")) as model, created(model, **settings) as ctx:
         expected = fill(ctx)

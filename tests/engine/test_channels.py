@@ -93,6 +93,7 @@ def test_the_largest_values_are_what_an_independent_model_masks(masked, sparse_l
     assert share == 1 or divergence(dense, found) > 5 * divergence(expected, found)
 
 
+@pytest.mark.slow
 def test_a_model_of_q4_k_and_q6_k(q4_k_m):
     path, file = q4_k_m
     model = MaskedLlama(path)

@@ -61,6 +61,7 @@ def example(tmp_path_factory):
     return copy, site
 
 
+@pytest.mark.slow
 def test_the_example_counts_what_numpy_counts(example, reference_model):
     copy, site = example
     options = ("-q", "-p", "no:cacheprovider", "--rootdir", copy, "-c", copy / "pyproject.toml")

@@ -48,6 +48,7 @@ def test_a_token_costs_a_read_of_its_own_row(model):
             assert len(tokens) * row <= n_read <= len(tokens) * (row + 2 * PAGE)
 
 
+@pytest.mark.slow
 def test_no_memory_is_held_for_them(tmp_path):
     shape = Shape(n_layer=1, n_embd=2560, n_head=20, n_head_kv=1, n_ff=256, n_ctx=512)
     path = write_random_model(tmp_path / "model.gguf", shape, GGMLQuantizationType.F16)

@@ -54,6 +54,7 @@ def files(tmp_path_factory):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_any_order_of_operations_leaves_nothing_wrong(program, files):
     seed = scale(1, random.SystemRandom().randrange(2**32))

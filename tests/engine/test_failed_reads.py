@@ -59,6 +59,7 @@ def stock(path, **settings):
         return answer(ctx)
 
 
+@pytest.mark.slow
 def test_experts(mixture):
     """A slot with an expert of another type would leave NaN in the cells."""
     packed = pack(mixture)
@@ -141,6 +142,7 @@ def test_rows_of_embeddings(family, tmp_path, weights):
         check_in_a_child_and_here(recover)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["recent", "busiest", "streamed"])
 def test_channels(reference_model, channels, cache):
     """The failed token takes the cell with NaN, and must not leave what its memory held before."""

@@ -61,6 +61,7 @@ def test_a_packed_model_is_what_llama_cpp_computes_by_default(family, name, weig
     assert np.array_equal(claimed(path, claim), vanilla(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [False, True], ids=["as it is", "packed"])
 def test_any_share_of_the_weights_may_be_in_memory(model, is_packed):
     claim, n_bytes = claim_all(model, is_packed=is_packed)
@@ -199,6 +200,7 @@ def levelled(path):
         yield ctx, plugin.contexts[0], n_bytes
 
 
+@pytest.mark.slow
 def test_levels_of_packed_weights_change_between_batches(repacked_model):
     """Any weights may be in memory, and any may have been read ahead for another level."""
     expected, plugin = [], Claimer(*PARTS)
@@ -272,6 +274,7 @@ def test_a_packed_file_of_another_model_is_refused(family, model):
 # -- memory that graphs compute in ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_batches_compute_in_makes_way_for_weights(model):
     """Batches take compute memory from kept weights, and single tokens give it back."""
     claim, n_bytes = claim_all(model)
@@ -305,6 +308,7 @@ def test_what_batches_compute_in_makes_way_for_weights(model):
     assert kept[2] > n_bytes - (4 << 20) > kept[3]
 
 
+@pytest.mark.slow
 def test_copies_of_attention_scores_make_way_too(tmp_path):
     """Without flash attention, ggml copies the scores of a batch as F16."""
     shape = Shape(n_layer=3, n_embd=256, n_head=16, n_head_kv=4, n_ff=9024, n_ctx=2048)

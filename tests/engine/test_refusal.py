@@ -178,6 +178,7 @@ def test_the_ggml_we_know_is_not_refused(run):
     assert said["lines"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", DIFFERENCES)
 def test_another_ggml_is_raised_or_one_line_and_vanilla(run, shim, which):
     raised, logged = run("raise", "log", preload=shim(which))
@@ -186,6 +187,7 @@ def test_another_ggml_is_raised_or_one_line_and_vanilla(run, shim, which):
     assert is_vanilla(logged)
 
 
+@pytest.mark.slow
 def test_a_missing_function_is_named(run, incomplete):
     raised, logged = run("raise", "log", library=incomplete)
     assert is_raised(raised, "ggml_backend_unloax")

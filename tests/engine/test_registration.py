@@ -170,6 +170,7 @@ print("survived")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_other_threads_read_the_registry_while_contexts_come_and_go(model):
     done = in_a_process(RACE, model, str(scale(300, 10_000)))
@@ -256,6 +257,7 @@ def test_an_activation_takes_over_while_another_ones_context_is_open(model, unto
     assert len(first.contexts) == len(second.contexts) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_threads_open_and_close_models_and_contexts(model, untouched):
     expected = vanilla(model)

@@ -125,6 +125,7 @@ def resident_bytes(*arguments):
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_weights_that_stay_in_the_file_take_no_memory(tmp_path):
     path = write_random_model(tmp_path / "model.gguf", SHAPE, GGMLQuantizationType.F16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", [86_400, -86_400, 10**9])
 def test_jumping_clock_changes_nothing(run_preloaded, tmp_path, jump):
     steady = run_preloaded("clocks.py", tmp_path / "steady", 0)

@@ -142,6 +142,7 @@ def outcome(directory, look_first):
     return "whole" if len(there) >= 5 else "part of it lost"
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(scale(1, 20)))
 def test_damaged_stores_give_no_wrong_cells_and_go_on(originals, tmp_path, part):

@@ -33,6 +33,7 @@ def model(tmp_path_factory):
     return write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("refused", [ALL, ALL.removeprefix("proc,"), *ONE_BY_ONE])
 def test_an_app_gets_what_it_gets_anywhere(model, tmp_path, refused):

@@ -67,6 +67,7 @@ REACHED_OF_A_DATASTORE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_at_every_operation_of_a_life(run_preloaded, tmp_path, fault):

@@ -82,6 +82,7 @@ def check(server, seed):
         pytest.fail(f"seed {seed}: {error!r}: {path} {body[:2000]!r}: {server.log()[-2000:]}")
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("part", PARTS)
 def test_bodies_that_nobody_should_send(server, part):

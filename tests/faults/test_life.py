@@ -54,6 +54,7 @@ def prepared(reference_model, tmp_path_factory):
     return path, built(path, folder / "knn")
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("plugins", PLUGINS)
 @pytest.mark.parametrize("part", range(N_PARTS))

@@ -267,6 +267,7 @@ def four(reference_model, tmp_path_factory):
     return model, parts | {"budget": resident + RAM_BUDGET - STREAMED}
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("codec", scale(["lossless"], KVS))
 def test_mixed_load_with_faults(tmp_path, library, vanilla_peak, expected, codec):
@@ -277,6 +278,7 @@ def test_mixed_load_with_faults(tmp_path, library, vanilla_peak, expected, codec
     assert max(load.peaks) <= vanilla_peak + RAM_BUDGET + OVERHEAD
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize(("part", "kind"), FOURS)
 def test_mixed_load_of_all_four_plugins(tmp_path, library, four, part, kind):

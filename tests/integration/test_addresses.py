@@ -81,6 +81,7 @@ def live(model):
             llama_cpp.llama_free(ctx)
 
 
+@pytest.mark.slow
 def test_tables_by_address_forget_what_was_freed(plugins, reference_model):
     addresses = Addresses()
     with activate({"on_error": "raise", "plugins": plugins}, {"addresses": addresses}) as suite:

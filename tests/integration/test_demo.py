@@ -47,6 +47,7 @@ def numbers(value):
     return [] if isinstance(value, str) else [value]
 
 
+@pytest.mark.slow
 def test_the_packaged_conversations(demo, tmp_path):
     plot = importlib.util.find_spec("matplotlib") is not None
     options = ["--calls", "10", "--contexts", "3", "--json", "all.json"]
@@ -74,6 +75,7 @@ def test_the_packaged_conversations(demo, tmp_path):
         assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_chats_of_the_users_own(demo, tmp_path):
     chats = [
         {"messages": [{"role": "system", "content": "You sell shoes."}, *turns("red", "blue")]},
@@ -99,6 +101,7 @@ def turns(*subjects):
     return [message for question in questions for message in (question, answer)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -77,6 +77,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["with KV", "without"])
 def test_contexts_are_deleted_on_a_full_disk(tmp_path, kv):
     if subprocess.run([*INSIDE, "true"], capture_output=True, check=False).returncode:

@@ -67,6 +67,7 @@ os.wait()
 ALONE = ("at once", "in a cycle")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", AT_EXIT)
 def test_an_exit_without_deactivating_loses_nothing(tmp_path, end):
     begun = "import logging; logging.basicConfig(); start(); llama = opened(); ask(llama, TEXT)\n"
@@ -141,6 +142,7 @@ print(repr(ask(llama, OTHER)))
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_goes_on_with_its_parents_llama(tmp_path):
     assert run(FORK, tmp_path) == run(VANILLA)
 
@@ -172,6 +174,7 @@ with start():
 """
 
 
+@pytest.mark.slow
 def test_children_of_a_busy_parent_are_not_stuck(tmp_path):
     run(BUSY, tmp_path)
 

@@ -119,6 +119,7 @@ def stop(process):
     return process.wait(60)
 
 
+@pytest.mark.slow
 def test_conversations_switched_underneath(serving, tmp_path):
     (tmp_path / "llmaas.toml").write_text(CONFIG)
     suite = [*LLMAAS, "run", "--config", "llmaas.toml", *PLAIN[1:]]
@@ -151,6 +152,7 @@ def test_conversations_switched_underneath(serving, tmp_path):
     assert max(plain_hits) < min(n_prompt)  # plain llama.cpp had at most the beginning
 
 
+@pytest.mark.slow
 def test_terminated_like_plain_and_usable_again(serving, tmp_path):
     (tmp_path / "llmaas.toml").write_text(CONFIG)
     suite = [*LLMAAS, "run", "--config", "llmaas.toml", *PLAIN[1:]]

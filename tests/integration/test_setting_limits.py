@@ -124,6 +124,7 @@ def live(plugins, model, service=None):
         assert suite.status()["errors"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "values"), LIVES)
 def test_accepted_numbers_serve_an_engine(name, values, reference_model, tmp_path):
     if name == "service":

@@ -117,6 +117,7 @@ def live(config, models, talks, turns):
         return suite.status()
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("other", [1, 2], ids=["both with levels", "one with levels"])
 def test_two_streamed_models_answer_at_once(models, tmp_path, other):

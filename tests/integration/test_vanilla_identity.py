@@ -155,6 +155,7 @@ def test_an_engine_that_lives_through_an_activation(make_llama):
     assert found == steps
 
 
+@pytest.mark.slow
 def test_llmaas_run_without_a_configuration(vanilla, reference_model, tmp_path):
     environ = os.environ | {"LLMAAS_PLUGINS": ""}
     llmaas = [sys.executable, "-m", "llmaas_plugins.cli.main"]

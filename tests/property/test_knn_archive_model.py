@@ -6,6 +6,7 @@ import itertools
 import os
 
 import numpy as np
+import pytest
 from archived import BINDING, assert_holds, record, record_id
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -109,6 +110,7 @@ LIMITS = settings(
 )
 
 
+@pytest.mark.slow
 def test_archive_is_a_dictionary(tmp_path, monkeypatch):
     monkeypatch.setattr(Modeled, "directory", tmp_path)
     monkeypatch.setattr(archive_module, "_MOST_SEGMENT_BYTES", 8 * PAGE)

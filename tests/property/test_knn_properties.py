@@ -99,6 +99,7 @@ def folder():
         yield Path(folder)
 
 
+@pytest.mark.slow
 @settings(max_examples=scale(40, 1000), deadline=None)
 @given(st.data())
 def test_what_is_written_is_read_and_what_is_forgotten_is_gone(folder, data):

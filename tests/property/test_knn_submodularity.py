@@ -40,6 +40,7 @@ def value(full, objective, subset):
     return objective.value(full.pairs, full.values, full.p_lm, rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=scale(150, 5000), deadline=None)
 @given(fulls(), objectives, st.data())
 def test_worth_is_submodular_and_grows_from_nothing(full, objective, data):

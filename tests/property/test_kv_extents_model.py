@@ -79,5 +79,6 @@ class Extents(RuleBasedStateMachine):
         assert self.space.allocate(self.space.capacity) == 0
 
 
+@pytest.mark.slow
 def test_extents_are_a_set_of_pages():
     run_state_machine_as_test(Extents, settings=settings(max_examples=60, deadline=None))

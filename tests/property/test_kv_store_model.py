@@ -7,6 +7,7 @@ import ctypes
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -184,6 +185,7 @@ LIMITS = settings(
 )
 
 
+@pytest.mark.slow
 def test_store_is_a_dictionary_with_a_bad_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "directory", tmp_path)
     run_state_machine_as_test(Store, settings=LIMITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +52,7 @@ def common(a, b):
     return int(differ[0]) if len(differ) else n
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(stored, st.lists(st.integers(0, 99), max_size=3), texts())
 def test_match_is_the_longest_common_beginning(contexts, removed, prompt):

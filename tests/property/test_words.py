@@ -298,6 +298,7 @@ def check(names, seed, model, knn, alone, tmp_path):  # noqa: PLR0917
     return process.has_streamed
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
 @pytest.mark.parametrize("first", range(0, scale(1, 30), N_SEEDS))

@@ -8,11 +8,14 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("llmaas_plugins", "hooks/llmaas_hooks", "patches/llmaas_patches")
 COMPILED = {".so", ".pyc"}
 
 
+@pytest.mark.slow
 def test_every_file_of_the_packages_is_distributed(tmp_path):
     build = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, tmp_path], cwd=ROOT, check=True, timeout=120)

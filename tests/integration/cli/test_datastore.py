@@ -89,6 +89,7 @@ def test_build_makes_a_datastore_that_is_searched(
     assert all(token["before"] + token["text"] in text for token in shown["selected_tokens"])
 
 
+@pytest.mark.slow
 def test_building_again_adds_what_is_new(run, export):
     run("build", export(range(2)))
     code, built = run("build", export(range(4)))
@@ -103,6 +104,7 @@ def test_building_again_adds_what_is_new(run, export):
     assert run("stats")[1]["selected"]["pairs"] == 50
 
 
+@pytest.mark.slow
 def test_forgotten_chats_are_neither_stored_nor_selected(run, export, tmp_path):
     run("build", export(range(4)))
     gone = run("inspect")[1]["conversations"][1]
@@ -160,6 +162,7 @@ def test_empty_datastore_has_nothing_to_select_from(run, export, tmp_path):
     assert "is empty: nothing to select from. Add conversations" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_adding_that_is_stopped_goes_on(run, command, export, tmp_path, how):
     path = export(range(20), n_turns=8)

@@ -41,6 +41,7 @@ def folder(reference_model, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_prepare_shows_what_it_made_and_restore_undoes_it(folder, elastic):
     code, printed = elastic("show", folder / "model.elastic.gguf", "--json")
     report = json.loads(printed)
@@ -97,6 +98,7 @@ def test_quantized_on_the_way_it_cannot_be_restored(original, tmp_path, elastic,
     assert "can be restored: no" in elastic("show", path)[1]
 
 
+@pytest.mark.slow
 def test_widths_are_searched_for_and_compensated(original, tmp_path, elastic):
     path = tmp_path / "searched.gguf"
     code, printed = elastic("prepare", original, "-o", path, "--tokens", 64, "--compensate")
@@ -117,6 +119,7 @@ def test_widths_are_searched_for_and_compensated(original, tmp_path, elastic):
         assert (table in found.biases, kept) == (n_levels > 0, n_levels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_ff", "weights"), [(172, Type.F32), (32, Type.Q8_0)])
 def test_neurons_need_not_be_many_whole_steps(tmp_path, elastic, n_ff, weights):
     """With 172 neurons the first step is cut to whole steps; 32 are one kept block of Q8_0."""
@@ -144,6 +147,7 @@ def test_importance_is_found_with_a_text(original, tmp_path, elastic):
     assert (code, "has 0 tokens, expected at least 16" in printed) == (2, True)
 
 
+@pytest.mark.slow
 def test_what_matters_is_kept_where_that_is_wanted_or_can_be(original, tmp_path, elastic):
     model, scores = tmp_path / "model.gguf", tmp_path / "elsewhere.npz"
     os.link(original, model)

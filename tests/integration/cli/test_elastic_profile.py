@@ -32,6 +32,7 @@ def run(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_printed_and_found_again(run, reference_model, tmp_path, capsys):
     tables = ("uniform", "searched")
     model = prepare(reference_model, tmp_path / "model.gguf", levels=LEVELS, tables=tables)

@@ -98,6 +98,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(
     assert {entry.name for entry in tmp_path.iterdir()} == {"x.gguf", "scores.npz"}
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_not_measured_again(small, tmp_path, elastic, monkeypatch):
     """A run that was stopped late evaluates no width again that it evaluated before."""
     path = tmp_path / "x.gguf"
@@ -152,6 +153,7 @@ def test_no_float32_copy_of_the_model_is_made(small, tmp_path):
     assert n_bytes / 4 < more < n_bytes + layer + (24 << 20) < of_float32
 
 
+@pytest.mark.slow
 def test_another_model_begins_anew(small, original, tmp_path, elastic, monkeypatch):
     path, scores = tmp_path / "x.gguf", tmp_path / "scores.npz"
     options = "--tokens", 64, "--scores", scores, "-o", path
@@ -164,6 +166,7 @@ def test_another_model_begins_anew(small, original, tmp_path, elastic, monkeypat
     assert blocks_of(path) == blocks_of(original)
 
 
+@pytest.mark.slow
 def test_steps_are_announced_and_a_dry_run_writes_nothing(original, tmp_path, elastic):
     path = tmp_path / "x.gguf"
     options = "--tokens", 64, "--scores", tmp_path / "scores.npz", "-o", path

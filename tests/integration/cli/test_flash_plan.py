@@ -72,6 +72,7 @@ def report(capsys, model, *options, **settings):
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_a_table_and_settings(made, capsys, machine):
     status, out, err = run(capsys, made, "--sparsity", "0.6", "--seconds", "3")
     assert (status, err) == (0, "")
@@ -247,6 +248,7 @@ def measure(model, least_speedup, *options):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "least_speedup"), [("exact", "inf"), ("sparse", "0")])
 def test_what_it_really_takes(made, mode, least_speedup):
     """Measure on the real disk with a real model; half of the weights do not fit."""
@@ -259,6 +261,7 @@ def test_what_it_really_takes(made, mode, least_speedup):
     assert measured["read"] == pytest.approx(predicted["read"], abs=12 * MIB)
 
 
+@pytest.mark.slow
 def test_what_it_really_takes_in_words(made):
     out = measure(made, "inf")
     assert re.search(

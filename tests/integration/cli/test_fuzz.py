@@ -93,6 +93,7 @@ def test_numbers_of_absurd_sizes_are_refused_by_every_option(path):
                 assert abs(number) < 2**63, (action.dest, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_odd_arguments(path, places, capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -112,6 +112,7 @@ def folder(tmp_path, reference_model):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_it_is_found_and_described(environment, folder):
     rows = json.loads(environment.llmaas("plugins", "--json", cwd=folder))
     row = {row["name"]: row for row in rows}["usage"]
@@ -128,6 +129,7 @@ def test_it_is_found_and_described(environment, folder):
     assert all(key["description"] for key in row["keys"])
 
 
+@pytest.mark.slow
 def test_doctor_finds_it_well(environment, folder):
     said = environment.llmaas("doctor", "--config", "llmaas.toml", cwd=folder)
     assert "ok plugins.usage.daily_tokens = 100000   (llmaas.toml)" in said
@@ -135,6 +137,7 @@ def test_doctor_finds_it_well(environment, folder):
     assert not (folder / "usage").exists()
 
 
+@pytest.mark.slow
 def test_an_app_under_llmaas_run(environment, folder):
     vanilla = environment.run("app.py", cwd=folder)
     command = ["run", "--config", "llmaas.toml", "app.py"]
@@ -147,6 +150,7 @@ def test_an_app_beyond_the_budget_says_nothing(environment, folder):
     assert environment.llmaas("run", "--config", "llmaas.toml", "app.py", cwd=folder).strip() == ""
 
 
+@pytest.mark.slow
 def test_the_service_with_contexts_kept(environment, folder):
     report = json.loads(environment.run("-c", SERVICE, cwd=folder))
     assert report["errors"] == {}
@@ -163,6 +167,7 @@ def shape(report):
     return list(report), {key for sums in report["contexts"].values() for key in sums}
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(environment):
     tidy = ("-p", "no:cacheprovider")  # the cache would leave a folder behind
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -185,6 +190,7 @@ def test_the_tutorial_names_every_file_of_the_example():
     assert set(re.findall(r"[\w.]+\.\w+", tree)) == found
 
 
+@pytest.mark.slow
 def test_the_tutorials_first_steps(reference_model, capsys):
     steps = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
     namespace = {"__name__": "tutorial"}

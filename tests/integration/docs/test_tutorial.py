@@ -31,6 +31,7 @@ def run(*command):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_app_says_the_same_with_contexts_kept(folder):
     llmaas = str(Path(sys.executable).with_name("llmaas"))
     vanilla = run(sys.executable, "app.py")

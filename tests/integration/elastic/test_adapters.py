@@ -136,6 +136,7 @@ def test_contexts_stay_valid_when_adapters_are_added(narrowing, engine, model, a
     assert suite.status()["plugins"]["kv_chunks"]["disk_hits"] > 0
 
 
+@pytest.mark.slow
 def test_streamed_weights_have_adapters_within_the_budget(adapted, tmp_path):
     path = shutil.copyfile(adapted, tmp_path / "model.gguf")
     script = """
@@ -168,6 +169,7 @@ print(json.dumps([expected, found, without, vanilla == whole == streamed, status
     assert is_vanilla
 
 
+@pytest.mark.slow
 def test_a_forked_child_computes_the_same(adapted):
     script = """
 import os

@@ -117,6 +117,7 @@ def test_what_is_computed_again_has_the_level_of_the_prompt(narrowing, engine, t
     assert (0.4, 16) in computed
 
 
+@pytest.mark.slow
 def test_weights_that_are_streamed_have_levels(model, tmp_path):
     path = shutil.copyfile(model, tmp_path / "model.gguf")
     script = """

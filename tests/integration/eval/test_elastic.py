@@ -38,6 +38,7 @@ def windows(source):
     return windows_of(source, packaged_documents(), 2, 48)
 
 
+@pytest.mark.slow
 def test_windows_are_spread_over_the_text(source, windows):
     every = windows_of(source, packaged_documents(), 1000, 48)
     assert len(every) > 50
@@ -46,6 +47,7 @@ def test_windows_are_spread_over_the_text(source, windows):
         windows_of(source, ["too short"], 1, 48)
 
 
+@pytest.mark.slow
 def test_a_level_reads_as_a_file_cut_to_it(source, windows, tmp_path):
     blocks = blocks_of(source)
     widths = even_widths(blocks, 0.6)
@@ -62,6 +64,7 @@ def test_a_level_reads_as_a_file_cut_to_it(source, windows, tmp_path):
     assert 0 < removed.kl.mean() < level.kl.mean()
 
 
+@pytest.mark.slow
 def test_the_study_compares_as_many_bytes(source, prepared, capsys):
     methods = ["random", "magnitude", "fluctuation", "mean biases"]
     found = studied(capsys, source, prepared, "--parts", "levels", "types", "--methods", *methods)
@@ -80,6 +83,7 @@ def test_the_study_compares_as_many_bytes(source, prepared, capsys):
     assert found["layers"] == found["calibration"] == []
 
 
+@pytest.mark.slow
 def test_the_study_in_tables_and_pictures(source, prepared, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     what = ["--parts", "layers", "--pictures", str(tmp_path)]
@@ -88,6 +92,7 @@ def test_the_study_in_tables_and_pictures(source, prepared, tmp_path, capsys):
     assert (tmp_path / "elastic-layers.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_contexts_change_their_level_on_the_way(source, prepared, capsys):
     found = studied(capsys, source, prepared, "--parts", "continued")["continued"]
     kl = {(row["method"], row["level"]): sum(row["kl"]) for row in found}

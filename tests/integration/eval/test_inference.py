@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from llmaas_eval.inference import App, Lengths
 
 LENGTHS = Lengths(n_prompt=40, n_tokens=4, n_turns=2, n_question=20, n_reply=6)
 
 
+@pytest.mark.slow
 def test_an_app_with_the_plugin_does_what_one_without_does(reference_model, tmp_path):
     config = {"on_error": "raise", "plugins": {"kv_chunks": {"store": str(tmp_path / "kv")}}}
     with App(reference_model, LENGTHS, config) as ours, App(reference_model, LENGTHS, None) as app:

@@ -90,6 +90,7 @@ def test_every_target_of_a_long_text_comes_once_and_after_half_a_window(encoder)
     assert np.array_equal(found.p_lm[254:382], last.p_lm[-128:])
 
 
+@pytest.mark.slow
 def test_a_users_pairs_are_computed_once(data, out, reference_model, tmp_path):
     folder = out / "knn-keys"
     first = kept_keys(folder, data, reference_model, "turns-travel")
@@ -111,6 +112,7 @@ def test_unrelated_text_is_in_pieces(data, encoder):
     assert not np.isin(found["wikitext"].values, marks[-2:]).any()
 
 
+@pytest.mark.slow
 def test_a_history_is_worth_something_by_every_method(measure, out):
     printed = measure("table2", tokens=400, held=300)
     assert (out / "knn-table2.md").read_text() == printed
@@ -125,6 +127,7 @@ def test_a_table_of_users_tells_what_was_removed(measure):
     assert "| turns-travel (sgd_dev) |" in measure("users")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("figure", "line"),
     [

@@ -105,6 +105,7 @@ def expected(cells, step, blob):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_after_a_switch_a_context_has_its_cells(name, setting):
@@ -150,6 +151,7 @@ def test_a_budget_without_room_for_a_context_is_refused(name, setting):
 # -- processes and their memory -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_groups
 @pytest.mark.parametrize("name", ["vLLM-S", "ours"])
 def test_a_system_stays_within_its_budget(name, setting, tmp_path):
@@ -240,6 +242,7 @@ def test_the_table_says_why_a_system_did_not_run():
     assert [table.rows[i][4] for i in (0, 2)] == ["1.00", "2.00 (2.00–2.00)"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_calls_table_and_picture(reference_model, tmp_path):
     cost = tmp_path / "cost.json"
     cost.write_text(json.dumps(asdict(COST)))

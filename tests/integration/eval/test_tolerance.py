@@ -77,6 +77,7 @@ def test_every_arm_goes_on_with_every_text(engine, sample):
     assert all(row["share"] < 0.29 for row in rows if row["mean"] == 4)
 
 
+@pytest.mark.slow
 def test_damage_is_by_layer_and_bits(engine, sample):
     damage = layer_damage(engine, [sample])
     assert damage.shape == (8, 9)
@@ -91,6 +92,7 @@ def test_an_answer_counts_if_every_token_of_it_is_most_likely(engine):
     assert [row["right"] for row in rows] == [0.5, 0.5]
 
 
+@pytest.mark.slow
 def test_a_figure_is_three_files(data, reference_model, tmp_path, capsys):
     out = tmp_path / "figures"
     main(["fig6b", "--data", str(data), "-n", "1", "-o", str(out)])
@@ -103,6 +105,7 @@ def test_a_figure_is_three_files(data, reference_model, tmp_path, capsys):
     assert (out / "tolerance-fig6b.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_default_model_is_the_packaged_one_without_its_rounding(reference_model, tmp_path):
     copy = f16_copy(reference_model, tmp_path)
     exact, found = (read_weights(GGUFReader(path)) for path in (reference_model, copy))

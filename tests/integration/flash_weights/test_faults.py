@@ -40,6 +40,7 @@ def changed(small, tmp_path):
     return shutil.copy(small, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -62,6 +63,7 @@ print(json.dumps([ended, error, fails(), said[-1]]))
     assert f"{changed} was changed while it was in use; load the model again" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [40, 33], ids="{} MiB".format)
 def test_a_disk_that_fails_for_a_while(changed, room):
     """An unreadable descriptor of the same file simulates the failing disk.

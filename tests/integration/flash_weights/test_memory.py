@@ -68,6 +68,7 @@ print(json.dumps(report))
 N_LONG = scale(2048, 4096)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("limited", scale([False], [False, True]))
 def test_memory_stays_within_the_budget_while_models_come_and_go(model, limited):
@@ -128,6 +129,7 @@ def open_at(path, budget, n_ctx):
     return run(path, PRELUDE + script)
 
 
+@pytest.mark.slow
 def test_plan_and_error_name_the_same_figure_and_it_works(small):
     """Both refusals name it: before the model is loaded, and when the context is made."""
     expected = planned(small, 512)
@@ -143,6 +145,7 @@ def test_plan_and_error_name_the_same_figure_and_it_works(small):
     assert budgets[2] - 24 < peak <= budgets[2]
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_the_figure_of_a_long_context_is_what_its_longest_prompt_takes(model):
     """Scores of attention take most of it, and ggml's copy of them."""
@@ -154,6 +157,7 @@ def test_the_figure_of_a_long_context_is_what_its_longest_prompt_takes(model):
     assert 0.96 * int(figure) < peak <= int(figure)
 
 
+@pytest.mark.slow
 def test_a_second_model_that_cannot_be_met_changes_nothing(model):
     script = """
 suite = suite_of(resident_bytes() + 44 * MIB)
@@ -176,6 +180,7 @@ print(json.dumps([expected == found, least, peak(), len(kept(suite))]))
     assert peak <= least + 2 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_threads_another_plugin_and_a_budget_that_changes(model):
     """Two models run on two threads, with kv_chunks; a third thread changes the budget."""
@@ -218,6 +223,7 @@ print(json.dumps([found == [[e] * N_ROUNDS for e in expected], n, max(over)]))
     assert over <= 0
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_another_models_batch(model):
     """A computing model gives memory back when its batch ends; others continue meanwhile."""
     script = """
@@ -244,6 +250,7 @@ print(json.dumps([before, late]))
     assert run(model, PRELUDE + script) == [False, False]
 
 
+@pytest.mark.slow
 def test_without_a_configured_budget_a_shortage_is_only_logged(model):
     """The model is then loaded as without plugins, and no budget applies to it."""
     script = """

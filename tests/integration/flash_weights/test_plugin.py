@@ -25,6 +25,7 @@ print(json.dumps([expected, found, streamed(suite)]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [False, True], ids=["as it is", "packed"])
 def test_what_does_not_fit_generates_what_it_generates_in_memory(model, packed, is_packed):
     path = packed if is_packed else model
@@ -56,6 +57,7 @@ print(json.dumps([expected, found, [kept[i] for i in (19, 30, 39, 50, 59)], over
 """
 
 
+@pytest.mark.slow
 def test_a_budget_that_changes_while_generating_takes_effect_within_ten_tokens(model):
     expected, found, kept, over = run(model, CHANGES)
     assert found == expected
@@ -67,6 +69,7 @@ def test_a_budget_that_changes_while_generating_takes_effect_within_ten_tokens(m
     assert over <= 0
 
 
+@pytest.mark.slow
 def test_a_budget_without_room_for_the_arena_is_refused_with_the_least_one(model):
     script = """
 from llmaas_hooks import BudgetError
@@ -90,6 +93,7 @@ print(json.dumps([message, before, least, expected, tokens(llama, 16), resident_
     assert resident <= least + 2 * MIB
 
 
+@pytest.mark.slow
 def test_weights_make_room_for_the_app(model):
     script = """
 import logging, numpy as np, time
@@ -145,6 +149,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_a_refusal_names_a_budget_that_works_even_if_errors_are_only_logged(small):
     """The loading refuses for a short context, and the context's creation for the app's own."""
     budget, contexts = 30, []
@@ -168,6 +173,7 @@ print(json.dumps(streamed(suite)))
     assert "so it is not streamed" in status["left_alone"][str(small)]
 
 
+@pytest.mark.slow
 def test_a_process_in_a_cgroup_of_the_budget_is_not_killed(model):
     script = """
 suite, llama = app(BUDGET)
@@ -183,6 +189,7 @@ print(json.dumps([len(found), peak(), streamed(suite)["models"][0]["kept_bytes"]
     assert kept > 0
 
 
+@pytest.mark.slow
 def test_without_a_setting_the_cgroups_limit_is_the_budget(small):
     script = """
 suite, llama = app(10**12)
@@ -194,6 +201,7 @@ print(json.dumps(streamed(suite)["memory_budget"]))
         assert run(small, script, group=group) == pytest.approx(0.9 * 400 * MIB, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_packed_file_of_a_model_that_was_changed_is_refused(small_packed, tmp_path):
     path = shutil.copyfile(small_packed, tmp_path / "model.gguf")
     shutil.copyfile(packed_path(small_packed), packed_path(path))
@@ -243,6 +251,7 @@ print(json.dumps([found == expected, error, [line for line in said if "was repla
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["packed", "model"])
 @pytest.mark.parametrize("on_error", ["raise", "log"])
 def test_a_file_that_is_replaced_during_the_load_is_refused(small_packed, tmp_path, what, on_error):

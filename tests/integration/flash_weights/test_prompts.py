@@ -41,6 +41,7 @@ def text(llama, prompt=PROMPT, n_tokens=16):
     return llama(prompt, max_tokens=n_tokens, temperature=0)["choices"][0]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [{}, {"n_batch": 4}, {"n_ubatch": 3}], ids=str)
 def test_logits_of_a_prompt_are_stock(sparse, batches):
     lengths = (1, 5, 13)
@@ -62,6 +63,7 @@ def logits_of_sent(llama, sent):
     return np.array(llama.scores[len(prompt) : len(prompt) + 1 + len(sent)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ubatch", [2, 3, 512])
 def test_tokens_that_are_sent_into_an_answer_are_exact(sparse, n_ubatch):
     """A single token left over from a batch is computed like the others."""
@@ -125,6 +127,7 @@ def anew(llama, prompts):
         yield text(llama, prompt, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", [False, True], ids=["alone", "kv_chunks"])
 def test_history_does_not_matter(sparse, tmp_path, store):
     plugins = {"kv_chunks": {"store": str(tmp_path), "codec": "lossless"}} if store else {}
@@ -188,6 +191,7 @@ class Drafts(LlamaPromptLookupDecoding):
         return super().__call__(*arguments, **named)
 
 
+@pytest.mark.slow
 def test_drafts_are_declined(sparse):
     with opened(sparse) as (llama, _):
         expected = text(llama, n_tokens=48)

@@ -85,6 +85,7 @@ def test_sparse_tokens_and_dense_prompts(opened, make_llama):
     assert best.mean() > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["threshold", "top_k"])
 def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selection):
     stock = make_llama(logits_all=True, n_threads_batch=1)
@@ -109,6 +110,7 @@ def keep(suite, n_bytes):
     return model.weights
 
 
+@pytest.mark.slow
 def test_how_columns_are_read_can_be_set(opened):
     runs, read_bytes = [], []
     for read_gap in (0, MIB):
@@ -127,6 +129,7 @@ def test_how_columns_are_read_can_be_set(opened):
     assert read_bytes[0] > 1.2 * read_bytes[1]  # neighbors that share a page read it twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_layers", [1, 2])
 def test_preloading_is_about_time_only(opened, sparse, grouped, group_layers):
     runs, counts = [], []
@@ -168,6 +171,7 @@ print(json.dumps([runs, kept]))
 """
 
 
+@pytest.mark.slow
 def test_what_is_generated_does_not_depend_on_the_budget(sparse):
     (first, *others), kept = run(sparse, BUDGETS, is_packed=True)
     assert others == [first] * 4
@@ -175,6 +179,7 @@ def test_what_is_generated_does_not_depend_on_the_budget(sparse):
     assert max(kept[1:]) < 0.9
 
 
+@pytest.mark.slow
 def test_a_budget_that_changes_while_generating(sparse):
     script = """
 start = resident_bytes()
@@ -198,6 +203,7 @@ print(json.dumps([expected, found, kept[29], kept[40], kept[99]]))
     assert after == pytest.approx(before, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_second_context_and_one_after_the_first(opened):
     from llama_cpp import Llama
 
@@ -217,6 +223,7 @@ def test_without_a_channel_file_the_user_is_told_how_to_make_one(sparse, opened,
         pass
 
 
+@pytest.mark.slow
 def test_layers_side_by_side_are_not_streamed(opened, grouped, sparse):
     with pytest.raises(Exception, match="without --group-layers"), opened(grouped):
         pass

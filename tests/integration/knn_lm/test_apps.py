@@ -39,6 +39,7 @@ def says(llama, app, n=12):
     return found
 
 
+@pytest.mark.slow
 def test_an_app_is_answered_as_if_other_apps_had_stored_nothing(using, reference_model, tmp_path):
     pairs = stored(reference_model)
     whose = np.array(OWNERS, object)[pairs.origins[:, 0]]
@@ -104,6 +105,7 @@ def test_forgetting_leaves_the_owners_of_the_others(reference_model, tmp_path):
             assert rows == np.flatnonzero(may).tolist()
 
 
+@pytest.mark.slow
 def test_what_is_learned_and_proposed_belongs_to_its_app(using, tmp_path):
     for one, app in zip(CONVERSATIONS, OWNERS, strict=True):
         remember(tmp_path, one.messages, title=one.title, app=app)

@@ -351,6 +351,7 @@ def test_chat_handler_that_makes_no_tokens_is_refused(make):
 # -- the datastore that is searched --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_dims", [64, 256], ids=["in few directions", "in all"])
 def test_selected_datastore_of_chats_is_worth_having(make, encoder, archive, n_dims, tmp_path):
     llama = make()

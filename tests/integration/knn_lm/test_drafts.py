@@ -116,6 +116,7 @@ def was_faster(llama, share=0.5):
 
 
 class TestTheSameText:
+    @pytest.mark.slow
     def test_as_vanilla_that_verifies_batches_of_the_same_sizes(self, make, history):
         """Rejected drafts leave no trace, neither in the text nor in the logits."""
         settings = {"n_ctx": 512, "n_threads_batch": 1, "logits_all": True}
@@ -167,6 +168,7 @@ class TestTheSameText:
         attach(llama, DatastoreDraft([], costs=CHEAP))
         assert [tokens_of(llama, prompt) for prompt in PROMPTS] == said
 
+    @pytest.mark.slow
     def test_with_a_hostile_datastore(self, make, said):
         """Whatever is stored, including end-of-text tokens, the text is the model's own."""
         rng = np.random.default_rng(0)
@@ -221,6 +223,7 @@ class TestRequests:
         assert pieces(ours) == pieces(make(**ONE_BY_ONE))
         assert was_faster(ours)
 
+    @pytest.mark.slow
     @cells("logprobs", "same as vanilla")
     def test_logprobs_are_the_same(self, make, drafting):
         settings = {"logits_all": True}
@@ -251,6 +254,7 @@ class TestRequests:
 
         assert chats(drafting()) == chats(make(**ONE_BY_ONE))
 
+    @pytest.mark.slow
     def test_what_is_stored_between_requests_is_proposed(self, make, said):
         llama = make(**ONE_BY_ONE)
         attach(llama, DatastoreDraft([], costs=CHEAP))
@@ -262,6 +266,7 @@ class TestRequests:
         after = llama.draft_model.counts
         assert after.passes - before.passes < before.passes / 2
 
+    @pytest.mark.slow
     def test_a_reply_as_long_as_the_context_is_the_same(self, make, drafting):
         """The context is longer than requested, because llama.cpp rounds up."""
         settings, request_ = {"n_ctx": 160}, {"temperature": 0.0, "max_tokens": None}
@@ -270,6 +275,7 @@ class TestRequests:
         assert found["choices"] == expected["choices"]
         assert found["usage"]["total_tokens"] == 256
 
+    @pytest.mark.slow
     def test_a_full_context_ends_as_without_drafts(self, make, drafting):
         """``generate`` may be asked for more tokens than there is room for."""
 
@@ -285,6 +291,7 @@ class TestRequests:
 class TestWithContextsKept:
     """kv_chunks and drafts in one process."""
 
+    @pytest.mark.slow
     @cells("drafts", "contexts restored", "same as vanilla")
     def test_replies_and_restored_tokens(self, suite, make, history, said):
         restored = []

@@ -59,6 +59,7 @@ def report(suite):
     return suite.status()["plugins"]["knn_lm"]
 
 
+@pytest.mark.slow
 def test_what_waits_is_learned_and_then_mixed(tmp_path, reference_model):
     leave(tmp_path, CONVERSATIONS)
     with learning(tmp_path, reference_model) as (suite, llama):
@@ -74,6 +75,7 @@ def test_what_waits_is_learned_and_then_mixed(tmp_path, reference_model):
         assert {row.title for row in archive.conversations()} == {c.title for c in CONVERSATIONS}
 
 
+@pytest.mark.slow
 def test_only_a_model_whose_files_are_known_is_learned_with(tmp_path, reference_model, monkeypatch):
     used, real = set(), learning_module.binding_of
 
@@ -101,6 +103,7 @@ def test_nothing_is_learned_unless_it_is_asked_for(tmp_path, reference_model):
     assert not [thread for thread in threading.enumerate() if "knn" in thread.name]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_export_is_put_aside(tmp_path, reference_model, caplog):
     leave(tmp_path, CONVERSATIONS[:1])
     odd = tmp_path / INBOX / "0.json"
@@ -114,6 +117,7 @@ def test_a_file_that_is_no_export_is_put_aside(tmp_path, reference_model, caplog
     assert "it is kept as 0.json.refused" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_export_that_is_copied_while_it_is_learned_is_learned_whole(
     tmp_path, reference_model, monkeypatch
 ):
@@ -150,6 +154,7 @@ def test_an_export_that_is_copied_while_it_is_learned_is_learned_whole(
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_left", [0, 20])
 def test_a_copy_that_stalls_is_learned_whole(tmp_path, reference_model, n_left):
     """The first lines may be a valid export or not; the learner must leave the file alone."""
@@ -189,6 +194,7 @@ def test_which_files_are_whole(tmp_path):
     assert is_complete(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["llama", "suite"])
 def test_an_app_that_ends_meanwhile_waits_for_one_batch(tmp_path, reference_model, ends):
     """Conversations that were not learned wait for the next start."""
@@ -206,6 +212,7 @@ def test_an_app_that_ends_meanwhile_waits_for_one_batch(tmp_path, reference_mode
         assert len(archive) + len(waiting_files(tmp_path)) in (30, 31)
 
 
+@pytest.mark.slow
 def test_a_request_stops_the_work_until_it_is_over(tmp_path, reference_model):
     with learning(tmp_path, reference_model) as (suite, llama):
         prompt = llama.tokenize(b"Once upon a time")
@@ -275,6 +282,7 @@ def test_the_first_conversations_are_due_and_then_enough_new_ones(growing):
     assert not is_update_due(archive, PLAN)  # some tens of pairs are not worth the time
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was(growing):
     """The candidate subsets still hold all early pairs, and no pair twice."""
     archive = growing(CHATS[:9])
@@ -286,6 +294,7 @@ def test_it_goes_on_where_it_was(growing):
     assert np.isfinite(second.perplexity)
 
 
+@pytest.mark.slow
 def test_a_state_of_conversations_that_are_forgotten_is_not_used(growing):
     archive = growing(CHATS)
     update_datastore(archive, PLAN)

@@ -43,6 +43,7 @@ def whole(model, tmp_path_factory):
     return keys_in(store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("configured", "asked"), [(1.0, 0.3), (0.5, None)], ids=["block", "config"]
 )

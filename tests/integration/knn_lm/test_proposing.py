@@ -281,6 +281,7 @@ def test_engines_in_many_threads(store, reference_model):
         assert list(found) == [[expected] * 3] * len(llamas)
 
 
+@pytest.mark.slow
 def test_a_reply_at_the_limit_ends_where_it_does_without_drafts(tmp_path, reference_model):
     """Tokens that are only proposed take no room in a context."""
 

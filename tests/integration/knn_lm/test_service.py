@@ -65,6 +65,7 @@ def status(suite, plugin):
     return suite.status()["plugins"][plugin]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
 def test_what_an_app_lets_be_learned_is_in_its_own_answers_only(model, tmp_path, drafts):
     """This holds before and after a restart and at any level."""

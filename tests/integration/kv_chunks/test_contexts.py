@@ -179,6 +179,7 @@ def test_contexts_with_sequences_of_their_own_stay_vanilla(make, suite):
     llama.close()
 
 
+@pytest.mark.slow
 def test_logits_of_prompt_tokens_stay_vanilla(make, suite):
     def log_probabilities(llama):
         ask(llama, CHAT, 2)

@@ -72,6 +72,7 @@ def overhead(settings):
     return OVERHEAD + is_tapped * (TAP + n_cells * TAP_OF_A_CELL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "settings"),
     [

@@ -104,6 +104,7 @@ def test_a_file_that_is_replaced_after_loading_is_never_taken_for_the_loaded_one
     assert "its model file was written to while in use" in caplog.text
 
 
+@pytest.mark.slow
 def test_splits_behind_the_first_count(answers, tmp_path):
     models = [write_family("llama", tmp_path / f"{i}.gguf", seed=i) for i in range(2)]
     (one, two), (_, other) = (write_split(model, 2) for model in models)

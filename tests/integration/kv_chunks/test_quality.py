@@ -44,6 +44,7 @@ def through_the_store(make_llama, tmp_path, texts, n_swaps, **settings):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_swaps", [1, 4])
 def test_int8_keeps_the_predictions(make_llama, tmp_path, texts, vanilla, n_swaps):
     """The drift does not grow with many swaps; bounds are three times our measurements."""

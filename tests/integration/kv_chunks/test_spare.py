@@ -280,6 +280,7 @@ def test_what_an_engine_was_lent_comes_back_with_its_end(make, spares, each, van
     assert plugin.lent() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flash_attn", [True, False])
 def test_whatever_is_asked_chunks_and_cells_share_one_budget(
     make, spares, each, vanilla, flash_attn

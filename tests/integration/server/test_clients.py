@@ -106,6 +106,7 @@ def test_a_client_that_leaves_while_its_call_waits(server, app, kind):
     assert server.kv()["requests"] == before + 1  # the second request never began
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("kind", ["stream", "chat stream"])
 def test_a_client_that_never_reads(server, app, kind):
@@ -115,6 +116,7 @@ def test_a_client_that_never_reads(server, app, kind):
         assert app.new_context().call("Hi", **SHORT)["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clean")
 def test_a_client_that_reads_slowly_is_served_to_the_end(server, app):
     context = app.new_context()

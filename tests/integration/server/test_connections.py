@@ -57,6 +57,7 @@ HALVES += [HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"]
 HALVES += [WHOLE + half for half in HALVES]  # in one piece, so nothing more arrives
 
 
+@pytest.mark.slow
 def test_half_a_request_is_not_waited_for(server):
     """A request must be complete ``client_timeout_s`` after its start, even if bytes trickle in."""
     with contextlib.ExitStack() as stack:
@@ -73,6 +74,7 @@ def test_half_a_request_is_not_waited_for(server):
     assert server.status()["queue"] == 0
 
 
+@pytest.mark.slow
 def test_who_does_not_read_is_not_waited_for(server):
     with connect(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)

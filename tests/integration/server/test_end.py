@@ -61,6 +61,7 @@ def recorded(server, context):
         return log.get(context.id, "mail")
 
 
+@pytest.mark.slow
 def test_the_running_call_finishes_and_the_waiting_ones_are_told(start):
     with start(grace_s=60) as server:
         app = server.client.bind("mail")
@@ -90,6 +91,7 @@ def test_the_running_call_finishes_and_the_waiting_ones_are_told(start):
         assert records[0].messages[-1]["content"] == reply["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["grace is over", "second signal"])
 def test_a_stream_that_takes_too_long_leaves_its_context_as_it_was(start, how):
     with start(grace_s=0.2 if how == "grace is over" else 600) as server:

@@ -191,6 +191,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "body", "message"), WRONG)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_engine_cannot_work_with(request_, path, body, message, stream):
@@ -239,6 +240,7 @@ def test_a_grammar_that_costs_more_with_each_token(request_, stream):
     assert request_("POST", "/v1/completions", {"prompt": "Once", **SHORT})[0] == 200
 
 
+@pytest.mark.slow
 def test_too_many_new_grammars_of_one_app(request_):
     """Each grammar takes a second; other apps come between them."""
     pattern = {"type": "string", "pattern": "^[^]]$"}

@@ -98,6 +98,7 @@ def test_stateless_conversations_are_found_again(chat, server, vanilla):
     assert after["reused_tokens"] - before["reused_tokens"] >= sum(n_prompt[:6])
 
 
+@pytest.mark.slow
 def test_a_waiting_app_does_not_cut_a_stream_short(chat):
     ends = []
 
@@ -332,6 +333,7 @@ def test_unix_socket_and_key(private):
     assert context.delete() > 0
 
 
+@pytest.mark.slow
 def test_sigterm_ends_it_cleanly_and_contexts_are_there_again(private):
     context = private.client.bind("mail").new_context()
     text = context.call("Tell me about your dog.", **GREEDY)["text"]

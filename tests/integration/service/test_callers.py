@@ -71,6 +71,7 @@ def chat(server, key, *, stream=False):
         return list(done)
 
 
+@pytest.mark.slow
 def test_the_key_tells_the_app(serve):
     with serve("--api_key", ADMINISTRATOR, keys='key_file = "keys.toml"', key=ADMINISTRATOR) as on:
         for key, app in ((MAIL, "mail"), (NOTES, "notes"), (ADMINISTRATOR, None), (MAIL, "mail")):

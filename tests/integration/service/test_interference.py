@@ -122,6 +122,7 @@ def test_two_threads_say_what_one_says(serve):
     assert len(set(serial.values())) >= 10  # of 12: taking one context for another would show
 
 
+@pytest.mark.slow
 def test_many_threads_call_delete_and_list(serve):
     """A context deleted by another thread raises LookupError in its callers only."""
     service = serve(max_queue=50)

@@ -146,6 +146,7 @@ class Ledger:
             assert cells in {None, digest}
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("kills", "settings"), SETTINGS.values(), ids=SETTINGS)

@@ -55,6 +55,7 @@ def texts(contexts, turn):
     return [context.call(turn or name, **GREEDY).text for name, context in contexts.items()]
 
 
+@pytest.mark.slow
 def test_the_reference_does_not_depend_on_the_batches(expected, start):
     with start() as (service, _):
         for i, subject in enumerate(SUBJECTS):

@@ -69,6 +69,7 @@ def seen(record):
     return [record.messages[0], *record.messages[max(1, record.seen_from) :]]
 
 
+@pytest.mark.slow
 def test_a_conversation_without_end(start, vanilla):
     """Each reply equals llama.cpp's reply to the system prompt and the newest turns."""
     with start() as (service, _):
@@ -92,6 +93,7 @@ def test_a_conversation_without_end(start, vanilla):
     assert max(n_prompts) <= ENGINE["n_ctx"] - GREEDY["max_tokens"]
 
 
+@pytest.mark.slow
 def test_between_slides_only_what_is_new_is_evaluated(start):
     with start() as (service, status):
         context, other = (service.bind("mail").new_context(SYSTEM) for _ in range(2))
@@ -112,6 +114,7 @@ def test_between_slides_only_what_is_new_is_evaluated(start):
         assert n_slides >= 2
 
 
+@pytest.mark.slow
 def test_what_was_left_out_leaves_no_chunks(start):
     with start() as (service, status):
         context = service.bind("mail").new_context(SYSTEM)
@@ -128,6 +131,7 @@ def test_what_was_left_out_leaves_no_chunks(start):
         assert (status()["chunks"], status()["disk_bytes"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_the_window_survives_restarts(start):
     with start() as (service, _):
         undisturbed, context = (service.bind("mail").new_context(SYSTEM) for _ in range(2))
@@ -211,6 +215,7 @@ def test_a_refusal_by_choice_keeps_what_was_left_out(start):
         assert record.n_calls > before.n_calls
 
 
+@pytest.mark.slow
 def test_over_http(tmp_path):
     pytest.importorskip("fastapi")
     with serving(tmp_path, n_ctx=ENGINE["n_ctx"]) as server:

@@ -344,6 +344,7 @@ def test_selection_without_an_archive_is_shown_and_forgotten(run, store):
     assert files(store) == {"lock": b""}
 
 
+@pytest.mark.slow
 def test_nothing_is_forgotten_while_another_writes(run, store):
     with Archive.open(store, BINDING, writable=True):
         for what in (["--all"], [hex_id(MAIL)], ["--app", "mail"]):

@@ -111,6 +111,7 @@ def test_newer_store_is_refused_and_left_as_it_is(run_store, kv, action):
 # -- a store in use -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_store_in_use_can_be_looked_at_and_not_changed(run_store, kv, tmp_path):
     store = open_store(kv)
     save(store, C, "third")

@@ -333,6 +333,7 @@ def test_a_hostile_index_is_refused(adapted, tmp_path, change):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_hostile_adapters_with_a_right_checksum_are_read_or_refused(adapted, tmp_path):
     path = shutil.copy(adapted, tmp_path / "a.gguf")
     header = read_header(path)

@@ -373,6 +373,7 @@ def test_files_of_another_kind_are_refused(prepared, tmp_path, damage):
         read_elastic(path)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_damaged_headers_are_read_or_refused(prepared, tmp_path_factory, data):
     content, header = bytearray(prepared.read_bytes()), read_header(prepared)

@@ -78,6 +78,7 @@ def test_the_installed_build_computes_a_model():
     assert facts["slots"] == {"backend": 17, "buffer": 11, "device": 15}
 
 
+@pytest.mark.slow
 def test_without_network_it_says_so_and_stops_nobody(monkeypatch, capsys):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert canary.main([]) == 0

@@ -93,6 +93,7 @@ def test_a_damaged_archive_is_refused(tmp_path, damage):
         extract(path, "0.3.36", tmp_path / "to")
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_cannot_use(tmp_path):
     command = [sys.executable, "-m", "llmaas_eval.peer_tests", "--sdist", tmp_path / "none.tar.gz"]
     done = fork_server.run(command, capture_output=True, text=True)

@@ -45,6 +45,7 @@ def test_anything_else_is_a_value_error(text):
         parse_json(text)
 
 
+@pytest.mark.slow
 def test_nobody_else_parses_json():
     root = Path(llmaas_plugins.__file__).parent
     found = {

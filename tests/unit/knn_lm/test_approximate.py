@@ -38,6 +38,7 @@ def path(tmp_path):
     return tmp_path / "datastore.knn"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_dims", [None, 32])
 def test_most_neighbors_are_found_and_their_distances_are_exact(path, n_dims):
     pytest.importorskip("faiss")

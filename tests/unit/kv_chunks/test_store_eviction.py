@@ -175,6 +175,7 @@ def test_rewritten_context_gives_up_its_old_end(open_store):
     assert store.stats()["chunks"] == 2
 
 
+@pytest.mark.slow
 def test_threads_share_a_store(open_store):
     """Four engines save, load and delete the same contexts and never see each other's bytes."""
     store = open_store(ram=12, disk=40)

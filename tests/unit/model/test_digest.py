@@ -81,6 +81,7 @@ def test_equal_files_have_equal_digests_whatever_reads_them(path, monkeypatch):
     assert digest(copy) == one
 
 
+@pytest.mark.slow
 def test_every_split_counts(tmp_path):
     digests = set()
     for seed in range(2):
@@ -122,6 +123,7 @@ def test_widths_of_levels_do_not_count(tmp_path):
     assert digest(path) == found
 
 
+@pytest.mark.slow
 def test_all_other_bytes_of_a_prepared_file_count(tmp_path):
     path = shuffled(write_family("llama", tmp_path / "model.gguf"), tmp_path / "prepared.gguf")
     content, found = path.read_bytes(), {digest(path)}

@@ -87,6 +87,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_costs_too_much_or_cannot_be_built_is_refused(grammars, name):
     started = time.monotonic()
@@ -192,6 +193,7 @@ def test_json_is_accepted_with_any_vocabulary_and_processor(reference_model):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_accepted_ones_cost_little(llama, grammars):
     """The kernel ends costlier ones, so this measures how long a call waits."""

@@ -116,6 +116,7 @@ def test_connections_without_a_handshake_count_for_the_limit(serve):
         assert is_closed(held[2], 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [0, 1, 200], ids=["silent", "one byte", "most of a hello"])
 def test_a_handshake_must_end_in_time(serve, sent):
     with contextlib.ExitStack() as stack:
@@ -129,6 +130,7 @@ def test_a_handshake_must_end_in_time(serve, sent):
         assert asked(port) == b"httpshello"
 
 
+@pytest.mark.slow
 def test_a_handshake_byte_by_byte_must_end_in_time(serve):
     port = serve(client_timeout_s=TIMEOUT_S)
     with contextlib.ExitStack() as stack:
@@ -142,6 +144,7 @@ def test_a_handshake_byte_by_byte_must_end_in_time(serve):
     assert asked(port) == b"httpshello"
 
 
+@pytest.mark.slow
 def test_a_client_that_finishes_its_handshake_and_is_silent(serve):
     port = serve(client_timeout_s=TIMEOUT_S)
     with (

@@ -118,6 +118,7 @@ class TestLeftAlone:
 
 
 class TestLearning:
+    @pytest.mark.slow
     def test_a_request_that_was_refused_keeps_no_engine_busy(self, store, active, make):
         """Such a request has no end; when the next one ends, waiting chats are learned and used."""
         store.write()

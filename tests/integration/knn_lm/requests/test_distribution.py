@@ -40,6 +40,7 @@ class TestDistribution:
             changes.append(np.abs(found - softmax(logits)).max())
         assert max(changes) > 0.1
 
+    @pytest.mark.slow
     def test_is_what_every_sampler_samples_from(self, mixing, make, vanilla):
         """Vanilla's own samplers draw the same tokens from the same logits."""
 

@@ -257,6 +257,7 @@ class TestService:
 
         return say
 
+    @pytest.mark.slow
     def test_requests_with_and_without(self, chat, server, mixing, said_here):
         alone = said_here()
         with mixing():
