@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from llmaas_hooks import Levels, NativeContext, Request
@@ -66,7 +66,8 @@ class ElasticContext:
         native: Native context, where the level is set.
         model: Model of the context.
         request: Request that the context serves, or None.
-        rests_at: Levels asked for when the context was last used without a request.
+        rests_at: Levels asked for when the context was last used without a request; None after
+            other levels were set.
         level: Level in use, one of the model's.
         prefill: Level wanted for the prompt.
         decode: Level wanted after the first sampled token.
@@ -77,7 +78,7 @@ class ElasticContext:
     native: NativeContext
     model: ElasticModel
     request: Request | None = None
-    rests_at: Levels = field(default_factory=Levels)
+    rests_at: Levels | None = None
     level: float = 1.0
     prefill: float = 1.0
     decode: float = 1.0
@@ -92,14 +93,16 @@ class ElasticContext:
         """
         assert levels.prefill is not None
         assert levels.decode is not None
+        self.rests_at = None
         self.prefill, self.decode = levels.prefill, levels.decode
         self.is_decoding = False
         return self._use(self.prefill)
 
     def sampled(self) -> bool:
         """Use the answer's level; return whether the level changed."""
+        is_changed = self._use(self.decode)
         self.is_decoding = True
-        return self._use(self.decode)
+        return is_changed
 
     def report(self) -> dict[str, Any]:
         """Return the levels and whether the context serves a request."""
@@ -112,10 +115,8 @@ class ElasticContext:
         }
 
     def _use(self, level: float) -> bool:
-        index = level_index(self.model.levels, level)
-        if self.level == self.model.levels[index]:
-            return False
-        self.native.level = index
+        # Ctrl-C may have left the record behind the engine, so set even the level that it names.
+        self.native.level = level_index(self.model.levels, level)
         # The context may be held at one level (`hold_level`), so read back the level in use.
         former, self.level = self.level, self.model.levels[self.native.level]
         return self.level != former

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 
 import numpy as np
 import pytest
+from interrupting import Interruption
 from leveled import TENTHS, N, Recorder, answered, report
 from llama_cpp import llama_cpp
 from own_batches import has_process, process
@@ -14,6 +16,7 @@ from switching import PROMPT, ask
 
 from llmaas_hooks import Levels, PluginError, hookimpl
 from llmaas_plugins import elastic, without
+from llmaas_plugins.elastic import contexts
 
 
 def test_prompt_and_answer_have_levels_of_their_own(narrowing, engine):
@@ -152,21 +155,64 @@ def test_batches_of_the_apps_own_are_at_the_level_of_the_block(narrowing, engine
     narrowing(recorder, level=0.9)
     llama = engine()
 
-    def go_on():
-        llama.eval(PROMPT[:5])
-        llama.sample(temp=0.0)
-        llama.eval(PROMPT[5:6])
+    def shares():
+        go_on(llama)
         return [share for share, _ in recorder.taken(llama)]
 
-    assert go_on() == [0.9, 0.9]
+    assert shares() == [0.9, 0.9]
     with elastic.level(0.5):
         late = engine()
         with elastic.level(prefill=0.3):
-            assert go_on() == [0.3, 0.5]
+            assert shares() == [0.3, 0.5]
         late.eval(PROMPT[:5])
         assert recorder.taken(late) == [(0.5, 5)]
         late.close()
-    assert go_on() == [0.9, 0.9]
+    assert shares() == [0.9, 0.9]
+
+
+def go_on(llama):
+    """Evaluate tokens and sample one, as an app does without requests."""
+    llama.eval(PROMPT[:5])
+    llama.sample(temp=0.0)
+    llama.eval(PROMPT[5:6])
+
+
+@pytest.mark.parametrize("uses", [answered, go_on], ids=["request", "batch"])
+def test_a_switch_that_is_cut_off_is_made_up_for(narrowing, engine, uses):
+    """The engine's level and its record may differ after Ctrl-C, wherever it comes."""
+    recorder = Recorder()
+    suite = narrowing(recorder)
+    llama = engine()
+    for n in itertools.count(1):
+        with elastic.level(0.5), Interruption(n, contexts) as interruption:
+            llama.reset()
+            uses(llama)
+        recorder.taken(llama)
+        if not interruption.came:
+            break
+        llama.reset()
+        uses(llama)
+        assert {share for share, _ in recorder.taken(llama)} == {1.0}, interruption.where
+        assert report(suite)["contexts"][0]["level"] == 1.0
+    assert n > 10
+
+
+def test_the_level_of_a_block_is_set_after_a_request_that_was_cut_off(narrowing, engine):
+    """The app's own batches before and after the request are of the same block."""
+    recorder = Recorder()
+    narrowing(recorder)
+    llama = engine()
+    for n in itertools.count(1):
+        with elastic.level(0.8):
+            go_on(llama)
+            with Interruption(n, contexts) as interruption, elastic.level(0.5):
+                answered(llama)
+            recorder.taken(llama)
+            go_on(llama)
+            assert {share for share, _ in recorder.taken(llama)} == {0.8}, interruption.where
+        if not interruption.came:
+            break
+    assert n > 10
 
 
 def test_an_apps_own_batch_ends_a_request_that_waits(narrowing, engine):

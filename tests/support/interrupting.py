@@ -1,0 +1,45 @@
+"""Ctrl-C at every place of a module in turn."""
+
+from __future__ import annotations
+
+import sys
+
+
+class Interruption:
+    """Block in which Ctrl-C comes before the ``n``-th line that runs in some modules.
+
+    The block catches the ``KeyboardInterrupt``. Returns of functions count as lines.
+
+    Attributes:
+        where: Function and line of the interruption; None before it comes.
+    """
+
+    def __init__(self, n, *modules):
+        self._left = n
+        self._files = {module.__file__ for module in modules}
+        self._former = None
+        self.where = None
+
+    @property
+    def came(self):
+        """Whether so many lines ran in the block."""
+        return self.where is not None
+
+    def __enter__(self):
+        self._former = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, kind, error, trace):
+        sys.settrace(self._former)
+        return kind is KeyboardInterrupt and self.came
+
+    def _trace(self, frame, event, _):
+        if frame.f_code.co_filename not in self._files:
+            return None
+        if event in {"line", "return"}:
+            self._left -= 1
+            if self._left == 0:
+                self.where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._trace
