@@ -198,8 +198,9 @@ class CellTracker:
     def give_up_parked(self) -> None:
         """Free the cells in plugins' sequences, before a call that would show or change them."""
         with self.lent():
-            while self.parked:
-                llama_cpp.llama_memory_seq_rm(self.handles[-1], self.parked.pop(), -1, -1)
+            for sequence in tuple(self.parked):
+                llama_cpp.llama_memory_seq_rm(self.handles[-1], sequence, -1, -1)
+                self.parked.discard(sequence)  # last: Ctrl-C may come in between
 
     @contextmanager
     def in_call(self) -> Iterator[None]:

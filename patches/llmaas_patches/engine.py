@@ -49,6 +49,7 @@ class LlamaEngine:
     Attributes:
         load: How its model was opened; None if it was opened before the activation.
         needs_all_logits: Whether the running completion reads the logits of its whole prompt.
+        is_restoring: Whether a plugin restores cells, or was cut off and they were not dropped yet.
         n_outputs: Number of last prompt tokens that give logits and states in this request.
         n_said: Tokens in ``Llama``'s records of the running or last request, without those that a
             draft model only proposed.
@@ -73,6 +74,7 @@ class LlamaEngine:
         self.model: int = int(llama.model)
         self.n_seq_max = n_seq_max
         self.needs_all_logits = False
+        self.is_restoring = False
         self.n_outputs = 1
         self.n_said = 0
         self.app_drafts = False
@@ -261,9 +263,26 @@ class LlamaEngine:
 
     def drop_resident(self) -> None:
         """Empty sequence 0, in the cells and in ``Llama``'s records."""
+        self._set_resident(np.zeros(0, dtype=np.int32))  # first: without records, no cell is used
         self.llama._ctx.kv_cache_seq_rm(0, -1, -1)
-        self._set_resident(np.zeros(0, dtype=np.int32))
         self._has_restored = False
+
+    def drop_half_restored(self) -> None:
+        """Empty all sequences, plugins' included, if a restore began and did not end.
+
+        The caller does this after an error, and again before the next request: Ctrl-C may cut it
+        off too.
+        """
+        if not self.is_restoring:
+            return
+        self.drop_resident()
+        memory = llama_cpp.llama_get_memory(self.ctx)
+        with self.lent():
+            for sequence in range(self._tracker.app_n_seq_max, self.n_seq_max):
+                llama_cpp.llama_memory_seq_rm(memory, sequence, -1, -1)
+        self._tracker.parked.clear()
+        self._tracker.is_lent = False  # the restore may have been cut off before it said so
+        self.is_restoring = False
 
     def drop_restored(self) -> None:
         """Empty sequence 0 if any of its cells was restored and thus came without logits."""

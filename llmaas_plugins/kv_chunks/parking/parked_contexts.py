@@ -82,6 +82,10 @@ class ParkedContexts:
     sequence 0 always has as many cells as the app asked for. Parked contexts with the same root
     share the cells of their common prefix.
 
+    Ctrl-C may end a call between any two steps. A sequence is therefore in ``engine.parked`` before
+    it has cells and until it has none, and a context is listed only while its sequence is complete.
+    The next call frees the sequences that no context lists.
+
     Attributes:
         limit: Cells that parked contexts may use after the next ``switch``.
     """
@@ -117,7 +121,7 @@ class ParkedContexts:
             The leading tokens of the prompt, which sequence 0 now holds and nothing else. None if
             no parked context has more of them than sequence 0, which is then unchanged.
         """
-        self._drop_freed_contexts()
+        self._forget_lost()
         if self._is_expired:
             self._is_expired = False
             self.clear()
@@ -140,7 +144,7 @@ class ParkedContexts:
 
     def clear(self) -> None:
         """Free all parked contexts."""
-        self._drop_freed_contexts()
+        self._forget_lost()
         for parked in tuple(self._contexts):
             self._remove(parked)
         self._n_cells = 0
@@ -167,7 +171,7 @@ class ParkedContexts:
         self, tokens: Tokens, cells_of: Callable[[int], NDArray[np.int32] | None], root: bytes
     ) -> None:
         """Label sequence 0's cells as a parked context too, if it is long and not parked yet."""
-        if len(tokens) < CHUNK_TOKENS or not self._has_cells(len(tokens)):
+        if len(tokens) < CHUNK_TOKENS or not self._has_cells(_APP_SEQUENCE, len(tokens)):
             return
         for parked in [p for p in self._contexts if p.root == root]:
             n = common_prefix(parked.tokens, tokens)
@@ -176,7 +180,12 @@ class ParkedContexts:
                 return
             if n == len(parked.tokens):
                 self._remove(parked)
-        sequence = min(set(PARKED_SEQUENCES) - self._sequences)
+        unused = set(PARKED_SEQUENCES) - self._sequences
+        if not unused:  # an eviction was cut off; the next one is due
+            return
+        sequence = min(unused)
+        self._sequences.add(sequence)
+        self._drop(sequence, 0)
         nearest, n_shared = _nearest(self._contexts, tokens, root)
         cells = cells_of(len(tokens))
         if nearest is not None:
@@ -184,7 +193,6 @@ class ParkedContexts:
             if cells is not None:
                 cells = _join_cells(nearest.cells, cells, n_shared)
         self._label(_APP_SEQUENCE, sequence, n_shared, len(tokens))
-        self._sequences.add(sequence)
         self._contexts.append(_ParkedContext(sequence, tokens, cells, root))
         self._n_parked += 1
 
@@ -206,9 +214,12 @@ class ParkedContexts:
         self._contexts.append(parked)
 
     def _remove(self, parked: _ParkedContext) -> None:
-        self._drop(parked.sequence, 0)
-        self._sequences.discard(parked.sequence)
         self._contexts.remove(parked)
+        self._free(parked.sequence)
+
+    def _free(self, sequence: int) -> None:
+        self._drop(sequence, 0)
+        self._sequences.discard(sequence)
 
     # -- space ----------------------------------------------------------------------------------
 
@@ -230,19 +241,24 @@ class ParkedContexts:
         self._n_cells = n_cells
         return n_cells
 
-    def _drop_freed_contexts(self) -> None:
-        """Forget the contexts whose cells were freed before a call of the app."""
-        kept = [parked for parked in self._contexts if parked.sequence in self._sequences]
+    def _forget_lost(self) -> None:
+        """Forget contexts whose cells the host freed, and free cells that no context lists."""
+        kept = [
+            parked
+            for parked in self._contexts
+            if parked.sequence in self._sequences
+            and self._has_cells(parked.sequence, len(parked.tokens))
+        ]
         self._n_freed += len(self._contexts) - len(kept)
         self._contexts = kept
+        for sequence in self._sequences.difference([parked.sequence for parked in kept]):
+            self._free(sequence)
 
     # -- the engine -----------------------------------------------------------------------------
 
-    def _has_cells(self, n: int) -> bool:
-        first = llama_cpp.llama_memory_seq_pos_min(self._memory, _APP_SEQUENCE)
-        return (
-            first == 0 and llama_cpp.llama_memory_seq_pos_max(self._memory, _APP_SEQUENCE) >= n - 1
-        )
+    def _has_cells(self, sequence: int, n: int) -> bool:
+        first = llama_cpp.llama_memory_seq_pos_min(self._memory, sequence)
+        return first == 0 and llama_cpp.llama_memory_seq_pos_max(self._memory, sequence) >= n - 1
 
     def _label(self, source: int, target: int, start: int, end: int) -> None:
         if start < end:

@@ -37,8 +37,8 @@ class KVCells:
         Returns:
             Number of bytes written; 0 on failure.
         """
-        llama_cpp.llama_memory_seq_cp(self._memory, _APP, SCRATCH_SEQUENCE, start, end)
         try:
+            self._label_scratch(start, end)
             pointer = ctypes.cast(blob.ctypes.data, _Bytes)
             return int(
                 llama_cpp.llama_state_seq_get_data(
@@ -50,8 +50,8 @@ class KVCells:
 
     def size(self, start: int, end: int) -> int:
         """Return the bytes that ``read`` needs for positions ``[start, end)``."""
-        llama_cpp.llama_memory_seq_cp(self._memory, _APP, SCRATCH_SEQUENCE, start, end)
         try:
+            self._label_scratch(start, end)
             return int(llama_cpp.llama_state_seq_get_size(self._ctx, SCRATCH_SEQUENCE))
         finally:
             self._clear_scratch()
@@ -111,6 +111,11 @@ class KVCells:
         pointer = ctypes.cast(blob.ctypes.data, _Bytes)
         n_read = llama_cpp.llama_state_seq_set_data(self._ctx, pointer, blob.nbytes, sequence)
         return int(n_read) == blob.nbytes
+
+    def _label_scratch(self, start: int, end: int) -> None:
+        """Label exactly these cells of sequence 0; Ctrl-C may have left older labels."""
+        self._clear_scratch()
+        llama_cpp.llama_memory_seq_cp(self._memory, _APP, SCRATCH_SEQUENCE, start, end)
 
     def _clear_scratch(self) -> None:
         llama_cpp.llama_memory_seq_rm(self._memory, SCRATCH_SEQUENCE, -1, -1)

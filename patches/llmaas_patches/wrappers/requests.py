@@ -160,6 +160,7 @@ def _begin(
     engine = host.engine(llama)
     engine.end()  # ends other requests whose generators are still open
     engine.settle()
+    engine.drop_half_restored()
     resets = given.get("reset", True)
     if resets:
         engine.drop_sparse()
@@ -291,18 +292,19 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
         return _keep_own(engine, request)
     if not engine.has_room_for(len(request.tokens)):  # ``Llama`` is about to raise
         return _keep_own(engine, request)
+    engine.is_restoring = True
     try:
         restored = _ask_to_restore(host, engine, request)
+        if restored is not None:
+            engine.set_restored(request.tokens[: restored.n_tokens])
     except BaseException as error:  # after Ctrl-C the cells are unknown, too
-        engine.drop_resident()
+        engine.drop_half_restored()
         if not isinstance(error, PluginError):
             raise
         host.hooks.handle(error)
         return 0
-    if restored is None:
-        return _keep_own(engine, request)
-    engine.set_restored(request.tokens[: restored.n_tokens])
-    return restored.n_tokens
+    engine.is_restoring = False
+    return _keep_own(engine, request) if restored is None else restored.n_tokens
 
 
 def _common(engine: LlamaEngine, request: Request) -> int:

@@ -8,11 +8,17 @@ between two batch splits.
 
 from __future__ import annotations
 
+import itertools
+
 import llama_cpp
 import numpy as np
 import pytest
+from interrupting import Interruption
 from parks import Parks
 from switching import ENDINGS, OTHER, PROMPT, SYSTEM, ask
+
+from llmaas_hooks import hookimpl
+from llmaas_patches import engine as engine_module
 
 Q8_0 = llama_cpp.GGML_TYPE_Q8_0
 SETTINGS = {
@@ -155,6 +161,50 @@ def test_cells_that_nobody_explains_are_not_parked(make, parks):
         assert llama_cpp.llama_decode(llama.ctx, batch) == 0
     ask(llama, [2, 500, 501], 1)
     assert plugin.parking.n_cells == 0
+
+
+class CutOff(Parks):
+    """Plugin whose next restore ends in Ctrl-C after the switch, its clean-up in another one.
+
+    Attributes:
+        interruption: Interruption of the clean-up; None lets restores end normally.
+    """
+
+    interruption = None
+
+    @hookimpl
+    def llmaas_kv_restore(self, request):
+        restored = super().llmaas_kv_restore(request)
+        if self.interruption is None:
+            return restored
+        self.interruption.__enter__()
+        raise KeyboardInterrupt
+
+
+def test_a_restore_that_is_cut_off_leaves_no_cells(make, patched):
+    """The next request drops them if Ctrl-C comes again before the clean-up has ended."""
+    prompts = [PROMPT, OTHER, [*PROMPT, *ENDINGS[0]]]
+    vanilla = make()
+    expected = [ask(vanilla, prompt, 3)[0] for prompt in prompts]
+    plugin = CutOff()
+    patched(parks=plugin)
+    llama = make()
+    memory = llama_cpp.llama_get_memory(llama.ctx)
+    for n in itertools.count(1):
+        for prompt, answer in zip(prompts, expected, strict=True):
+            assert ask(llama, prompt, 3)[0] == answer
+        assert plugin.engine.parked
+        plugin.interruption = Interruption(n, engine_module)
+        with pytest.raises(KeyboardInterrupt):
+            ask(llama, OTHER, 1)
+        plugin.interruption.__exit__(None, None, None)
+        if not plugin.interruption.came:
+            break
+        plugin.interruption = None
+    assert n > 10
+    assert not plugin.engine.parked
+    ends = [llama_cpp.llama_memory_seq_pos_max(memory, i) for i in range(plugin.engine.n_seq_max)]
+    assert set(ends) == {-1}
 
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3"])

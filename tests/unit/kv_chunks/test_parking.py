@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from dataclasses import dataclass, field
 
 import llama_cpp
 import numpy as np
 import pytest
+from interrupting import Interruption
 from soak import scale
 
 from llmaas_eval.models import SHAPE_TINY, write_random_model
 from llmaas_hooks import common_prefix
+from llmaas_plugins.kv_chunks.parking import parked_contexts
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 
@@ -329,6 +332,42 @@ def test_apps_that_share_no_chunks_share_no_parked_context(app):
     assert app.ask(first, b"one") == len(first)
     assert app.ask(C, b"two") == 20  # its own
     app.check()
+
+
+SWITCHES = {
+    "park": ([A], tokens(piece(30))),
+    "park and share": ([tokens(SYSTEM, A), tokens(SYSTEM, B)], tokens(SYSTEM, C)),
+    "park and resume": ([tokens(SYSTEM, A), tokens(SYSTEM, B)], tokens(SYSTEM, A)),
+    "replace": ([A[:60], C, A], C),
+    "evict": ([A, B, C], tokens(piece(30))),
+    "evict the sixth": ([A[i : i + 20] for i in range(0, 60, 10)], B),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.slow
+def test_ctrl_c_anywhere_gives_no_context_the_cells_of_another(model, name):
+    """The host then empties sequence 0, but Ctrl-C may keep it from freeing parked contexts."""
+    before, prompt = SWITCHES[name]
+    fresh = App(model, n_spare=0)
+    for n in itertools.count(1):
+        app = App(model)
+        for each in before:
+            app.ask(each)
+        with Interruption(n, parked_contexts) as interruption:
+            app.parking.switch(prompt, app.tokens)
+        llama_cpp.llama_memory_seq_rm(app.memory, 0, -1, -1)
+        app.tokens = tokens()
+        for each in (C, A, *before, B):
+            app.ask(each)
+            app.check()
+            fresh.ask(each)
+            assert np.allclose(app.keys(), fresh.keys(), atol=0.02), interruption.where
+        app.close()
+        if not interruption.came:
+            break
+    assert n > 20
+    fresh.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
