@@ -73,6 +73,8 @@ class CellTracker:
             values only; None if there is none.
         alterations: Names of calls by which the app changed how cells are computed, or used a
             plugin's sequence.
+        is_warming_up: Whether the engine uses all experts of a mixture, so that the cells that it
+            evaluates cannot be explained.
         is_evaluating: Whether ``Llama.eval`` is running.
         app: App whose tokens ``Llama`` recorded; None if it has no name.
         due: Work to do at the end of each open request.
@@ -93,6 +95,7 @@ class CellTracker:
         self.n_explained = 0
         self.sparse_from: int | None = None
         self.alterations: list[str] = []
+        self.is_warming_up = False
         self.is_evaluating = False
         self.app: str | None = None
         self.due: list[Due] = []

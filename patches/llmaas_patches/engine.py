@@ -142,6 +142,11 @@ class LlamaEngine:
         """Whether the batch being decoded comes from ``Llama`` itself."""
         return self._tracker.is_evaluating
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the app warms the engine up (``llama_set_warmup``)."""
+        return self._tracker.is_warming_up
+
     def make_room_for_outputs(self, n_prompt: int) -> int | None:
         """Drop the cells of tokens that must give logits, so that ``Llama`` evaluates them again.
 
@@ -178,8 +183,8 @@ class LlamaEngine:
         """Warn once that requests on cells with unknown tokens are not stored or restored."""
         if not self._has_told:
             _log.warning(
-                "%s: the app changed cells without Llama's knowledge (by images, its own "
-                "batches or another engine's state); requests that continue from them are not "
+                "%s: the app changed cells without Llama's knowledge (by images, a warm-up, its "
+                "own batches or another engine's state); requests that continue from them are not "
                 "served by plugins",
                 Path(self.llama.model_path).name,
             )

@@ -52,6 +52,10 @@ class Lifetimes:
         life = self._by_ctx[ctx] = _Life(model)
         self._living.add(life)
 
+    def contexts_of(self, model: int) -> list[int]:
+        """Return the contexts of a model that were made since the activation and are not freed."""
+        return [ctx for ctx, life in list(self._by_ctx.items()) if life.model == model]
+
     def free_context(
         self,
         ctx: int,

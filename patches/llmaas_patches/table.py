@@ -22,6 +22,7 @@ from llmaas_patches.wrappers.cells import (
     wrap_settled,
     wrap_whole,
 )
+from llmaas_patches.wrappers.computation import wrap_training, wrap_warmup
 from llmaas_patches.wrappers.contexts import (
     wrap_free,
     wrap_init_context,
@@ -150,6 +151,8 @@ _OWN = {
     "llama_n_ctx_seq": (("ctx",), wrap_n_ctx),
     "llama_n_seq_max": (("ctx",), wrap_n_seq_max),
     "llama_get_logits": (("ctx",), wrap_get_logits),
+    "llama_set_warmup": (("ctx", "warmup"), wrap_warmup),
+    "llama_opt_epoch": (("lctx",), wrap_training),
     "llama_sampler_sample": (("smpl", "ctx", "idx"), wrap_sample),
 }
 

@@ -102,7 +102,10 @@ def _noted(
 
 
 def wrap_eval(host: Host, original: Function) -> Function:
-    """Wrap ``Llama.eval``: its cells are explained if all cells before them are."""
+    """Wrap ``Llama.eval``: its cells are explained if all cells before them are.
+
+    Cells of a warm-up are not.
+    """
     trackers = host.trackers
 
     @functools.wraps(original)
@@ -123,7 +126,7 @@ def wrap_eval(host: Host, original: Function) -> Function:
             raise
         finally:
             tracker.is_evaluating = False
-            if start <= tracker.n_explained:
+            if start <= tracker.n_explained and not tracker.is_warming_up:
                 tracker.n_explained = self.n_tokens  # also after an error: the part that succeeded
             if n_tokens == 1 and host.native is not None and host.native.is_sparse(ctx):
                 tracker.evaluated_sparsely(start)

@@ -288,7 +288,7 @@ def _can_save(engine: LlamaEngine) -> bool:
 
 def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
     """Let a plugin restore cells; return how many leading prompt tokens sequence 0 then holds."""
-    if engine.needs_all_logits:
+    if engine.needs_all_logits or engine.is_warming_up:
         return _keep_own(engine, request)
     if not engine.has_room_for(len(request.tokens)):  # ``Llama`` is about to raise
         return _keep_own(engine, request)
