@@ -51,12 +51,13 @@ def packed_problem(
     """
     with ContainerFile(path, PACKED_FILE) as file:
         found = file.header
-    if found.fields.get(_MODEL) != digest_of(model):
+    digest = digest_of(model)
+    if found.fields.get(_MODEL) != digest:
         return (
             "it was made from another model file, or the model file has changed since, or it was "
             "made by an earlier version"
         )
-    expected = _header(digest_of(model), streamable(tensors))
+    expected = _header(digest, streamable(tensors))
     if found.parts != expected.parts:
         return "its tensors differ from the model's"
     if found != expected:

@@ -2,7 +2,8 @@
 
 Several threads hash pieces of a file, and the results are combined as a tree; this is about as fast
 as a disk reads. A digest is cached by the file's state, in memory and on disk. A file whose state
-changed since loading is never hashed in place of the loaded one.
+changed since loading is never hashed in place of the loaded one. On tmpfs, where a file's state
+does not tell that its content changed, nothing is cached and each load hashes the file.
 
 Metadata below ``llmaas.elastic`` does not count: it holds the widths of a prepared file's levels,
 which change nothing that the whole model computes. So a file that gets a better table of widths
@@ -26,6 +27,7 @@ from pathlib import Path
 from llmaas_hooks import FileStamp, LlmaasError, ModelFile, StoreError
 from llmaas_plugins.files import digest_cache
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
+from llmaas_plugins.files.file_times import records_mapped_writes
 from llmaas_plugins.model.gguf_header import GGUFHeader, field_names, header_of, read_header
 
 __all__ = [
@@ -201,8 +203,10 @@ def _n_splits(path: str) -> int:
 def _are_settled(files: Sequence[ModelFile]) -> bool:
     now = time.time_ns()
     return all(
-        stamp is not None and now - max(stamp.mtime_ns, stamp.ctime_ns) > _SETTLED_NS
-        for _, stamp in files
+        stamp is not None
+        and now - max(stamp.mtime_ns, stamp.ctime_ns) > _SETTLED_NS
+        and records_mapped_writes(path)
+        for path, stamp in files
     )
 
 
