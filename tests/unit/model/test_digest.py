@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import mmap
 import os
-import shutil
-import tempfile
 import threading
 from hashlib import blake2b
 from pathlib import Path
@@ -24,7 +21,6 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.elastic.prepared_file import replace_metadata
 from llmaas_plugins.files import digest_cache
-from llmaas_plugins.files.file_times import records_mapped_writes
 from llmaas_plugins.model import digest as model_digest
 from llmaas_plugins.model.digest import Digest, begin_digest, changed_in_place, files_now
 from llmaas_plugins.model.gguf_header import read_header
@@ -244,36 +240,6 @@ def test_a_file_that_was_written_just_now_is_read_again(path, monkeypatch):
     assert model_digest._known == {}
     assert not digest_cache._directory().exists()
     assert digest(path) == found
-
-
-@pytest.fixture
-def on_tmpfs(path):
-    """Yield the path of a copy on a file system that keeps files in memory."""
-    if records_mapped_writes("/dev/shm"):
-        pytest.skip("/dev/shm is no tmpfs here; mount one to run this test")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield shutil.copy2(path, folder)
-
-
-def edit_mapped(path):
-    with Path(path).open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
-        content[PIECE] ^= 1
-
-
-def test_an_edit_that_leaves_no_time_changes_the_digest(on_tmpfs, monkeypatch):
-    monkeypatch.setattr(model_digest, "records_mapped_writes", records_mapped_writes)
-    files = files_now(on_tmpfs)
-    found = digest(on_tmpfs)
-    edit_mapped(on_tmpfs)
-    assert files_now(on_tmpfs) == files
-    assert digest(on_tmpfs) != found
-    assert model_digest._known == {}
-    assert not digest_cache._directory().exists()
-
-
-def test_other_file_systems_and_missing_files_are_trusted(tmp_path):
-    assert records_mapped_writes("/proc/self/stat")
-    assert records_mapped_writes(tmp_path / "missing")
 
 
 def test_a_load_of_such_a_file_reads_it_once(path, monkeypatch):
