@@ -44,16 +44,28 @@ def wrap_training(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def llama_opt_epoch(ctx: Any, *args: Any) -> None:
+        tracker = host.trackers.get(address(ctx))
+        if tracker is not None:
+            tracker.end_paused()
         host.background.settle(address(ctx))
-        model = address(llama_cpp.llama_get_model(ctx))
-        host.loads.pop(model, None)
-        for each in host.lifetimes.contexts_of(model):
-            if (tracker := host.trackers.get(each)) is not None:
-                tracker.alterations.append(original.__name__)
-        own = host.trackers.get(address(ctx))
-        if own is not None:
-            own.changed(0)
-            own.give_up_parked()
-        original(ctx, *args)
+        _forget_model(host, address(llama_cpp.llama_get_model(ctx)), original.__name__)
+        if tracker is None:
+            original(ctx, *args)
+            return
+        try:
+            with tracker.in_call():
+                tracker.changed(0)
+                tracker.give_up_parked()
+                original(ctx, *args)
+        finally:
+            host.free_at_end(tracker)
 
     return llama_opt_epoch
+
+
+def _forget_model(host: Host, model: int, call: str) -> None:
+    host.loads.pop(model, None)
+    for ctx in host.lifetimes.contexts_of(model):
+        tracker = host.trackers.get(ctx)
+        if tracker is not None:
+            tracker.alterations.append(call)
