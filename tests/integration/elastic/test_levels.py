@@ -178,6 +178,7 @@ def go_on(llama):
 
 
 @pytest.mark.parametrize("uses", [answered, go_on], ids=["request", "batch"])
+@pytest.mark.slow
 def test_a_switch_that_is_cut_off_is_made_up_for(narrowing, engine, uses):
     """The engine's level and its record may differ after Ctrl-C, wherever it comes."""
     recorder = Recorder()
