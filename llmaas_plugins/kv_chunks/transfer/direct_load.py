@@ -83,4 +83,17 @@ def _run_shared(threads: Executor, work: Callable[[int], int], order: Sequence[i
         done = {i: work(i) for i in reversed(order) if futures[i].cancel()}
         return [done[i] if i in done else futures[i].result() for i in range(len(order))]
     finally:
-        wait([future for future in futures.values() if not future.cancel()])
+        _wait_for_all([future for future in futures.values() if not future.cancel()])
+
+
+def _wait_for_all(futures: Sequence[Future[int]]) -> None:
+    """Wait until all have ended, whatever interrupts this thread meanwhile, and raise it then."""
+    interruption = None
+    while True:
+        try:
+            wait(futures)
+            break
+        except BaseException as error:  # Ctrl-C again
+            interruption = error
+    if interruption is not None:
+        raise interruption

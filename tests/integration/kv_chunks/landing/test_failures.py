@@ -30,7 +30,7 @@ from switching import ask
 
 from llmaas_hooks import PluginError
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SCRATCH_SEQUENCE
-from llmaas_plugins.kv_chunks.transfer import chunk_load
+from llmaas_plugins.kv_chunks.transfer import chunk_load, direct_load
 
 LAST = PARKED_SEQUENCES[-1]
 
@@ -166,6 +166,34 @@ def test_no_thread_writes_once_a_restore_has_failed(  # noqa: PLR0917
         assert position_after(llama) == 0
         assert all(chunk.pins == 0 for chunk in path_of(active, llama, PROMPT))
         assert restore(active, llama, PROMPT)[0].n_loaded == len(PROMPT)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_no_thread_writes_after_a_second_ctrl_c(make_one, stored, monkeypatch, under_way):
+    active, caller, waits = stored(), threading.get_ident(), []
+    store, (writing, started) = store_of(active), under_way
+    fetch, wait = store.reader.fetch, direct_load.wait
+
+    def interrupted(chunks, **options):
+        if threading.get_ident() == caller:
+            assert started.wait(10)
+            raise KeyboardInterrupt
+        return fetch(chunks, **options)
+
+    def interrupted_once(futures):
+        waits.append(len(futures))
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        return wait(futures)
+
+    with make_one() as llama, monkeypatch.context() as patch:
+        patch.setattr(store.reader, "fetch", interrupted)
+        patch.setattr(direct_load, "wait", interrupted_once)
+        with pytest.raises(KeyboardInterrupt):
+            ask(llama, PROMPT, 1)
+        assert not writing
+        assert len(waits) == 2
+        assert position_after(llama) == 0
 
 
 @pytest.mark.usefixtures("small_pieces")
