@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Executor, Future
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
 from llmaas_plugins.kv_chunks.transfer.chunk_load import ChunkLoad, split_records
+from llmaas_plugins.kv_chunks.transfer.waiting import wait_for_all
 
 __all__ = ["load_into_cells"]
 
@@ -83,17 +84,4 @@ def _run_shared(threads: Executor, work: Callable[[int], int], order: Sequence[i
         done = {i: work(i) for i in reversed(order) if futures[i].cancel()}
         return [done[i] if i in done else futures[i].result() for i in range(len(order))]
     finally:
-        _wait_for_all([future for future in futures.values() if not future.cancel()])
-
-
-def _wait_for_all(futures: Sequence[Future[int]]) -> None:
-    """Wait until all have ended, whatever interrupts this thread meanwhile, and raise it then."""
-    interruption = None
-    while True:
-        try:
-            wait(futures)
-            break
-        except BaseException as error:  # Ctrl-C again
-            interruption = error
-    if interruption is not None:
-        raise interruption
+        wait_for_all([future for future in futures.values() if not future.cancel()])

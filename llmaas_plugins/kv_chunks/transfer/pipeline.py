@@ -26,6 +26,7 @@ from llmaas_plugins.kv_chunks.transfer.chunk_load import (
 )
 from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
+from llmaas_plugins.kv_chunks.transfer.waiting import wait_for_all
 
 __all__ = ["SegmentLoader", "Workers"]
 
@@ -194,7 +195,7 @@ class _BufferRing:
     def close(self) -> None:
         """Cancel pending jobs and wait for running ones."""
         futures: list[Future[Any]] = list(itertools.chain(*self._reads, *self._jobs))
-        wait([future for future in futures if not future.cancel()])
+        wait_for_all([future for future in futures if not future.cancel()])
 
     def _read_ahead(self) -> None:
         """Submit reads of parts that the engine has not taken yet, up to ``_ahead_bytes``."""

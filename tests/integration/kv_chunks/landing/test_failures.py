@@ -30,7 +30,7 @@ from switching import ask
 
 from llmaas_hooks import PluginError
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SCRATCH_SEQUENCE
-from llmaas_plugins.kv_chunks.transfer import chunk_load, direct_load
+from llmaas_plugins.kv_chunks.transfer import chunk_load, waiting
 
 LAST = PARKED_SEQUENCES[-1]
 
@@ -172,7 +172,7 @@ def test_no_thread_writes_once_a_restore_has_failed(  # noqa: PLR0917
 def test_no_thread_writes_after_a_second_ctrl_c(make_one, stored, monkeypatch, under_way):
     active, caller, waits = stored(), threading.get_ident(), []
     store, (writing, started) = store_of(active), under_way
-    fetch, wait = store.reader.fetch, direct_load.wait
+    fetch, wait = store.reader.fetch, waiting.wait
 
     def interrupted(chunks, **options):
         if threading.get_ident() == caller:
@@ -188,7 +188,7 @@ def test_no_thread_writes_after_a_second_ctrl_c(make_one, stored, monkeypatch, u
 
     with make_one() as llama, monkeypatch.context() as patch:
         patch.setattr(store.reader, "fetch", interrupted)
-        patch.setattr(direct_load, "wait", interrupted_once)
+        patch.setattr(waiting, "wait", interrupted_once)
         with pytest.raises(KeyboardInterrupt):
             ask(llama, PROMPT, 1)
         assert not writing
