@@ -6,23 +6,31 @@ from typing import Any, cast
 
 from llama_cpp import Llama, llama_cpp
 
+from llmaas_plugins.chats.text_limit import check_text
+
 __all__ = ["conversation_tokens", "prompt_tokens"]
 
 Messages = list[dict[str, str]]
 
 
-def prompt_tokens(llama: Any, messages: Messages, options: dict[str, Any]) -> list[int] | None:
+def prompt_tokens(
+    llama: Any, messages: Messages, options: dict[str, Any], *, is_limited: bool = False
+) -> list[int] | None:
     """Return the prompt that ``llama`` would make of ``messages``.
 
     Args:
         llama: A ``llama_cpp.Llama``.
         messages: OpenAI-style messages, in order.
         options: Options of ``Llama.create_chat_completion``.
+        is_limited: Whether to refuse a text that does not fit into the engine.
 
     Returns:
         The prompt, or None if the chat handler makes no list of tokens but uses the engine itself.
+
+    Raises:
+        TextTooLongError: A limited text is too long.
     """
-    listener: Any = _Listener(llama)
+    listener: Any = _Listener(llama, is_limited=is_limited)
     try:
         Llama.create_chat_completion(listener, messages=cast("Any", messages), **options)
     except _Heard as heard:
@@ -85,10 +93,16 @@ class _Heard(Exception):  # noqa: N818  no error
 class _Listener:
     """The attributes of a ``Llama`` that chat handlers need to make a prompt."""
 
-    def __init__(self, llama: Any) -> None:
+    def __init__(self, llama: Any, *, is_limited: bool) -> None:
         # the format, the handler, and the handlers made from the model's metadata
         vars(self).update({name: value for name, value in vars(llama).items() if "chat" in name})
-        self.tokenize, self.verbose = llama.tokenize, llama.verbose
+        self.verbose = llama.verbose
+        self._llama, self._is_limited = llama, is_limited
+
+    def tokenize(self, text: bytes, *args: Any, **kwargs: Any) -> list[int]:
+        if self._is_limited:
+            check_text(self._llama, text)
+        return Llama.tokenize(self._llama, text, *args, **kwargs)  # even if the engine has a limit
 
     def create_completion(self, prompt: object, **_: Any) -> Any:
         raise _Heard(prompt)

@@ -2,7 +2,8 @@
 
 Exit status 0: success; 1: the command found a problem; 2: it could not do what was asked; 130 and
 143: Ctrl-C and SIGTERM; 141: the reader of its output went away. ``llmaas run`` exits with the
-status of the script.
+status of the script, but with 130 after a Ctrl-C that the script does not handle. Python itself
+would end by SIGINT, for which shells show 130, too.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="All other options are llama_cpp.server's own: --model, --n_ctx, --host, --port, "
         "--api_key, …; `llmaas serve --server-help` lists them. Defaults that differ: "
         "--flash_attn True, --interrupt_requests False, --logits_all False (logprobs need True), "
-        "--verbose False (True with `llmaas -v serve`).",
+        "--verbose False (True with `llmaas -v serve`), and with --toy, --n_ctx as long as the "
+        "model's training.",
     )
     add_config_option(parser)
     parser.add_argument(
@@ -128,6 +129,8 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
     # one app must not cut another's reply short; n_ctx rows of logits take a lot of memory
     parser.set_defaults(flash_attn=True, interrupt_requests=False, logits_all=False)
     parser.set_defaults(verbose=bool(args.verbose))
+    if args.toy:
+        parser.set_defaults(n_ctx=0)  # the length that the model was trained for
     if args.server_help:
         parser.print_help()
         sys.exit(0)
@@ -150,8 +153,8 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
         )
     if model.hf_model_repo_id is None and not Path(model.model).is_file():
         raise ConfigError(f"no such model: {model.model}")
-    for name in ("ssl_certfile", "ssl_keyfile"):
-        if args.uds is not None and getattr(server, name) is not None:
+    for name in ("host", "port", "ssl_certfile", "ssl_keyfile"):
+        if args.uds is not None and getattr(values, name) is not None:
             raise ConfigError(f"--{name} has no effect with --uds; leave one of them out")
     check_model_options(model)
     return server, model

@@ -14,6 +14,7 @@ from llmaas_plugins.server.refusal import Refusal
 __all__ = ["ApiKeys", "read_key_file"]
 
 _SHORTEST_KEY = 16
+_EXPECTED = "a key must be a string of printable ASCII without spaces"
 _NO_KEY = "No API key was sent; expected the header `Authorization: Bearer KEY`."
 
 
@@ -24,13 +25,15 @@ class ApiKeys:
         """Accept the administrator's key, and the key of each app.
 
         Raises:
-            ConfigError: The administrator's key is empty, so that no caller could have it; or an
-                app has that key, which would give it access to everything.
+            ConfigError: The administrator's key is empty or has characters that clients
+                cannot send; or an app has that key, which would give it access to everything.
         """
         if administrator is not None and not administrator.strip():
             raise ConfigError(
                 "--api_key is empty. Give a key, or leave the option out to serve without one."
             )
+        if administrator is not None and not _can_be_sent(administrator):
+            raise ConfigError(f"--api_key: {_EXPECTED}. Many clients cannot send another one.")
         for app, key in apps.items():
             if key == administrator:
                 raise ConfigError(
@@ -92,13 +95,17 @@ def read_key_file(path: Path | None) -> dict[str, str]:
     except ValueError as error:
         raise _wrong(path, "is not valid TOML") from error
     for app, key in keys.items():
-        if not isinstance(key, str) or not (key.isascii() and key.isprintable()) or " " in key:
-            raise _wrong(path, f"{app!r}: a key must be a string of printable ASCII without spaces")
+        if not isinstance(key, str) or not _can_be_sent(key):
+            raise _wrong(path, f"{app!r}: {_EXPECTED}")
         if len(key) < _SHORTEST_KEY:
             raise _wrong(path, f"{app!r}: a key must have {_SHORTEST_KEY} characters or more")
     if len(set(keys.values())) < len(keys):
         raise _wrong(path, "two apps have the same key")
     return keys
+
+
+def _can_be_sent(key: str) -> bool:
+    return key.isascii() and key.isprintable() and " " not in key
 
 
 def _wrong(path: Path, what: str) -> ConfigError:

@@ -22,7 +22,7 @@ from llmaas_plugins.server.grammars import Grammars
 from llmaas_plugins.server.middleware import RequestMiddleware
 from llmaas_plugins.server.refusal import error_body, mistakes
 from llmaas_plugins.server.routes import make_router
-from llmaas_plugins.server.upstream import OpenCompletion, explain_mistakes
+from llmaas_plugins.server.upstream import OpenCompletion, explain_mistakes, limit_texts
 from llmaas_plugins.service.service import LLMService
 
 __all__ = ["explain_refusals", "make_application"]
@@ -45,6 +45,7 @@ def make_application(
         app = create_app(server_settings=settings, model_settings=[model_settings])
     if model_settings.lora_path is not None:
         check_adapter(server_engine(), model_settings.lora_path)
+    limit_texts(server_engine())
     admission: Admission = checks["admission"]
     app.include_router(make_router(service, admission, checks["metrics"]))
     explain_mistakes()

@@ -26,58 +26,19 @@ from llmaas_hooks.discovery import suggest
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS
 from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.model.gguf_header import read_header
+from llmaas_plugins.server.option_values import IMAGE_FORMATS, check_values
 
 __all__ = ["check_adapter", "check_model_options", "parse_settings"]
 
-_CELLS = {
-    0: "f32",
-    1: "f16",
-    2: "q4_0",
-    3: "q4_1",
-    6: "q5_0",
-    7: "q5_1",
-    8: "q8_0",
-    20: "iq4_nl",
-    30: "bf16",
-    39: "mxfp4",
-}
-"""Types of ``ggml`` that cells of a context can have; with others, ggml ends the process."""
-
-_IMAGES = (
-    "llava-1-5",
-    "llava-1-6",
-    "obsidian",
-    "mtmd",
-    "gemma4",
-    "moondream",
-    "nanollava",
-    "llama-3-vision-alpha",
-    "minicpm-v-2.6",
-    "qwen2.5-vl",
-)
 _NEEDS = {
-    **dict.fromkeys(_IMAGES, "clip_model_path"),
+    **dict.fromkeys(IMAGE_FORMATS, "clip_model_path"),
     "hf-autotokenizer": "hf_pretrained_model_name_or_path",
     "hf-tokenizer-config": "hf_tokenizer_config_path",
 }
 """Chat formats that llama_cpp.server makes itself, with the option that each of them needs."""
 
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "draft_model": ("prompt-lookup-decoding",),
-    "split_mode": tuple(range(llama_cpp.LLAMA_SPLIT_MODE_TENSOR + 1)),
-    "rope_scaling_type": tuple(range(-1, llama_cpp.LLAMA_ROPE_SCALING_TYPE_MAX_VALUE + 1)),
-}
-"""Options for which llama_cpp takes any value, and then uses another one."""
-
-_OVERRIDE = re.compile(
-    r"[^=]{1,127}=(bool:(true|false|1|0)|int:[+-]?\d{1,18}|float:[+-]?[\d.]+(e[+-]?\d+)?"
-    r"|str:[^=:]{0,127})",
-    re.ASCII | re.IGNORECASE,
-)
-"""Entries of a model's file with other values; llama_cpp ignores one without a type."""
-
 _TEXTS = ("chat_template", "bos_token", "eos_token")
-_FILES = ("lora_base", "lora_path", "hf_tokenizer_config_path", "clip_model_path")
+_FILES = ("lora_path", "hf_tokenizer_config_path", "clip_model_path")
 
 
 class _OnlyTyped:
@@ -118,7 +79,7 @@ def check_model_options(model: Any) -> None:
     """Check what llama_cpp would notice at the first request only, or not survive.
 
     Raises:
-        ConfigError: A file cannot be used, or a chat format or type of cells does not exist.
+        ConfigError: A file or a value cannot be used, or a chat format does not exist.
         StoreError: A file cannot be read.
     """
     for name in _FILES:
@@ -130,20 +91,7 @@ def check_model_options(model: Any) -> None:
         _check_adapter_file(Path(model.lora_path))
     if model.hf_tokenizer_config_path is not None:
         _check_tokenizer_config(Path(model.hf_tokenizer_config_path))
-    for name in ("type_k", "type_v"):
-        if (found := getattr(model, name)) is not None and found not in _CELLS:
-            known = ", ".join(f"{number} ({kind})" for number, kind in _CELLS.items())
-            raise ConfigError(f"--{name}: contexts have no cells of type {found}. Known: {known}.")
-    for name, choices in _CHOICES.items():
-        if (found := getattr(model, name)) is not None and found not in choices:
-            known = ", ".join(map(str, choices))
-            raise ConfigError(f"--{name}: unknown value {found!r}. Known: {known}.")
-    for text in model.kv_overrides or ():
-        if not _OVERRIDE.fullmatch(text):
-            raise ConfigError(
-                f"--kv_overrides: expected KEY=TYPE:VALUE with bool, int, float or str as TYPE, "
-                f"found {text!r}"
-            )
+    check_values(model)
     if model.chat_format is not None:
         _check_chat_format(model)
 

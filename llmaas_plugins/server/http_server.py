@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import json
 import logging
 import socket
 import ssl
 import struct
 from asyncio import Protocol, TimerHandle, Transport
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -22,7 +22,7 @@ from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.connection_limit import make_room
 from llmaas_plugins.server.exchange import header
 from llmaas_plugins.server.handshake import Handshake
-from llmaas_plugins.server.refusal import error_body
+from llmaas_plugins.server.refusal import Refusal
 
 __all__ = ["Connection", "Server"]
 
@@ -119,9 +119,19 @@ class Connection(H11Protocol):
     def drop(self) -> None:
         """Close the connection; answer that there are too many, unless an answer has begun."""
         self.is_dropped = True
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            self.transport.write(_too_many(self._limits.max_connections))
+        most = self._limits.max_connections
+        self._answer(503, f"There are {most} connections, the limit. Try again later.")
         self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer data that is not HTTP, and close the connection."""
+        self._answer(400, msg)
+        self.transport.close()
+
+    def _answer(self, status: int, message: str) -> None:
+        """Send a last answer, unless another answer has begun."""
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            self.transport.write(_last_answer(Refusal(status, message)))
 
     def _expect(self, what: str) -> None:
         if what not in self._deadlines:
@@ -230,10 +240,9 @@ def _address(listener: socket.socket, *, is_tls: bool) -> str:
     return f"{'https' if is_tls else 'http'}://{host}:{port}"
 
 
-def _too_many(most: int) -> bytes:
-    message = f"There are {most} connections, the limit. Try again later."
-    body = json.dumps(error_body(503, message)).encode()
-    return (
-        b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
-        b"retry-after: 1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-    )
+def _last_answer(refusal: Refusal) -> bytes:
+    body = refusal.body()
+    headers = [*refusal.headers, (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
+    lines = [f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}".encode()]
+    lines += [b"%s: %s" % pair for pair in headers]
+    return b"\r\n".join([*lines, b"", body])

@@ -17,12 +17,14 @@ from llama_cpp.server import app as server
 from llama_cpp.server.errors import RouteErrorHandler
 from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
 
+from llmaas_plugins.chats.text_limit import check_text
 from llmaas_plugins.server.refusal import Refusal, error_body
 
-__all__ = ["OpenCompletion", "engine_lock", "explain_mistakes", "stream_failure"]
+__all__ = ["OpenCompletion", "engine_lock", "explain_mistakes", "limit_texts", "stream_failure"]
 
 _MISTAKES = re.compile(
     r"can only concatenate str|logprobs is not supported|not found in tools|invalid literal for int"
+    r"|vocabulary lacks"
 )
 """Messages of exceptions that a request caused, not the server."""
 _TOO_LONG = re.compile("exceed context window")
@@ -60,6 +62,18 @@ class OpenCompletion:
         return self._last
 
 
+def limit_texts(llama: Any) -> None:
+    """Let ``llama`` tokenize for its callers only texts that fit and take an acceptable time."""
+    tokenize = llama.tokenize
+
+    def limited(text: bytes, *args: Any, **kwargs: Any) -> list[int]:
+        check_text(llama, text)
+        tokens: list[int] = tokenize(text, *args, **kwargs)
+        return tokens
+
+    llama.tokenize = limited
+
+
 def explain_mistakes() -> None:
     """Make the server answer 400 or 422, not 500, to more mistakes of its clients."""
     RouteErrorHandler.pattern_and_formatters[_MISTAKES] = lambda _, found: (
@@ -75,7 +89,8 @@ def explain_mistakes() -> None:
             reason = " ".join(str(error).split()) or type(error).__name__
             message = f"The chat format cannot work with these messages or tools: {reason}"
             return 400, error_body(400, message)["error"]
-        if body is None and (_MISTAKES.search(str(error)) or _TOO_LONG.search(str(error))):
+        is_explained = isinstance(body, CreateChatCompletionRequest | CreateCompletionRequest)
+        if not is_explained and (_MISTAKES.search(str(error)) or _TOO_LONG.search(str(error))):
             code = "context_length_exceeded" if _TOO_LONG.search(str(error)) else None
             return 400, error_body(400, str(error), code)["error"]
         return explain(handler, error=error, body=body)

@@ -15,6 +15,7 @@ from typing import Any
 
 from llmaas_hooks import LimitError
 from llmaas_plugins.chats.prompts import prompt_tokens
+from llmaas_plugins.chats.text_limit import TextTooLongError
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.context_log import ContextRecord
 
@@ -80,9 +81,9 @@ class Window:
 
         Args:
             record: The context.
-            n_tokens: Tokens that the model would see with the prompt; 0 if unknown.
+            n_tokens: Least number of tokens that the model would see with the prompt; 0 if unknown.
         """
-        seen = f": the model would see {n_tokens}" if n_tokens >= self.limit else ""
+        seen = f": the model would see {n_tokens} or more" if n_tokens >= self.limit else ""
         way_out = (
             "Shorten it, start a new context,"
             if self._slides
@@ -125,9 +126,18 @@ def slide(
 def prompt_length(llama: Any, messages: Messages, options: dict[str, Any]) -> int:
     """Return the number of tokens that ``llama`` would make of ``messages``, evaluating none.
 
-    Return 0 if the chat handler makes no list of tokens, but works with the engine itself.
+    Return 0 if the chat handler makes no list of tokens, but works with the engine itself. A text
+    that is sure to exceed the engine's context is not tokenized; the least number is returned.
+
+    Raises:
+        LimitError: Tokenizing the messages would take too long.
     """
-    return len(prompt_tokens(llama, messages, options) or ())
+    try:
+        return len(prompt_tokens(llama, messages, options, is_limited=True) or ())
+    except TextTooLongError as error:
+        if not error.n_tokens:
+            raise LimitError(str(error)) from error
+        return error.n_tokens
 
 
 def _reply_room(max_tokens: int | None, limit: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -212,8 +213,21 @@ def _is_open_to_write(path: Path) -> bool:
 
 
 def refuse(path: Path) -> Path:
-    """Rename a file that cannot be parsed, so that it no longer waits, and return its new path."""
-    return path.rename(path.with_name(path.name + REFUSED))
+    """Rename a file that cannot be parsed, so that it no longer waits, and return its new path.
+
+    Earlier files of that name are kept. The new name is taken by creating something empty there,
+    because renaming alone would replace what another process has put there meanwhile.
+    """
+    is_directory = stat.S_ISDIR(path.lstat().st_mode)
+    for number in itertools.count(1):
+        name = path.name if number == 1 else f"{path.name}.{number}"
+        place = path.with_name(name + REFUSED)
+        try:
+            (place.mkdir if is_directory else place.touch)(exist_ok=False)
+        except FileExistsError:
+            continue
+        return path.rename(place)
+    raise AssertionError  # counting does not end
 
 
 def erase_learned(path: Path) -> None:

@@ -22,7 +22,13 @@ from llmaas_plugins.knn_lm.build import learner as learning_module
 from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
 from llmaas_plugins.knn_lm.build.encoder import Encoder
 from llmaas_plugins.knn_lm.build.forget import forget_all
-from llmaas_plugins.knn_lm.build.inbox import erase_learned, is_complete, remember, waiting_files
+from llmaas_plugins.knn_lm.build.inbox import (
+    erase_learned,
+    is_complete,
+    refuse,
+    remember,
+    waiting_files,
+)
 from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
 from llmaas_plugins.knn_lm.build.update_datastore import is_update_due, update_datastore
 
@@ -115,6 +121,22 @@ def test_a_file_that_is_no_export_is_put_aside(tmp_path, reference_model, caplog
         assert report(suite)["learned"] == 1
     assert [path.name for path in (tmp_path / INBOX).iterdir()] == ["0.json.refused"]
     assert "it is kept as 0.json.refused" in caplog.text
+
+
+def test_files_that_are_put_aside_replace_no_earlier_ones(tmp_path):
+    found = []
+    for text in ("first", "second", "third"):
+        (tmp_path / "a.json").write_text(text)
+        found.append(refuse(tmp_path / "a.json"))
+    assert [path.name for path in found] == [
+        "a.json.refused",
+        "a.json.2.refused",
+        "a.json.3.refused",
+    ]
+    assert [path.read_text() for path in found] == ["first", "second", "third"]
+    (tmp_path / "folder.json").mkdir()
+    assert refuse(tmp_path / "folder.json").is_dir()
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.slow

@@ -57,6 +57,20 @@ HALVES += [HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"]
 HALVES += [WHOLE + half for half in HALVES]  # in one piece, so nothing more arrives
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b"hello\r\n\r\n", b"\x16\x03\x01\0\0", WHOLE.replace(b": ", b":\0"), WHOLE + b"\0\0\r\n\r\n"],
+)
+def test_data_that_is_not_http_is_refused_like_any_request(server, data):
+    with connect(server, data) as connection:
+        answers = b""
+        while piece := connection.recv(10_000):
+            answers += piece
+    head, _, body = answers.rpartition(b"\r\n\r\n")
+    assert b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n" in head
+    assert json.loads(body)["error"]["message"] == "Invalid HTTP request received."
+
+
 @pytest.mark.slow
 def test_half_a_request_is_not_waited_for(server):
     """A request must be complete ``client_timeout_s`` after its start, even if bytes trickle in."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ GREEDY = {"temperature": 0.0, "max_tokens": 10}
 # set by llama_cpp.server's routes when a client does not set it
 SERVERS_OWN = {"repeat_penalty": 1.1}
 SETTINGS = {"service": "max_contexts_per_app = 3\nmax_queue = 1", "kv": 'ram_budget = "2 MiB"'}
+TOO_LONG = "7" * 20_000
+"""A text of as many tokens, more than even the longest tokens could make fit."""
 SUBJECTS = ("Tell me about your dog.", "I want to fly to Rome.", "My phone is broken.")
 
 
@@ -69,6 +72,26 @@ def test_openai_chat(chat, vanilla):
     chunks = [chunk.choices[0] for chunk in chunks]
     assert "".join(choice.delta.content or "" for choice in chunks) == expected
     assert chunks[-1].finish_reason == done.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": TOO_LONG}),
+        ("/v1/completions", {"prompt": TOO_LONG, "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TOO_LONG}]}),
+        ("/extras/tokenize", {"input": TOO_LONG}),
+        ("/extras/tokenize/count", {"input": TOO_LONG}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_not_tokenized(server, path, body):
+    """Its tokens are estimated, because nothing can interrupt llama.cpp while it counts them."""
+    response = httpx.post(f"{server.address}{path}", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    n_tokens = int(re.search(r"(?:requested |\()(\d+)", error["message"])[1])
+    assert ENGINE["n_ctx"] < n_tokens < len(TOO_LONG) / 2
+    assert "Traceback" not in server.log()
 
 
 def test_openai_completions_and_models(chat):

@@ -69,6 +69,8 @@ def test_another_model_configuration(refused, monkeypatch):
         (["--toy", "--rope_scaling_type", "9"], "unknown value 9. Known: -1, 0, 1, 2, 3."),
         (["--toy", "--kv_overrides", "a=b"], "expected KEY=TYPE:VALUE with bool, int, float or"),
         (["--toy", "--kv_overrides", "a=int:x"], "float or str as TYPE, found 'a=int:x'"),
+        (["--toy", "--uds", "s", "--host", "127.0.0.1"], "--host has no effect with --uds"),
+        (["--toy", "--uds", "s", "--port", "8000"], "--port has no effect with --uds"),
         (["--toy", "--uds", "s", "--ssl_certfile", "c"], "--ssl_certfile has no effect with --uds"),
         (
             ["--n-ctx", "5"],
@@ -113,8 +115,8 @@ def test_numbers_of_absurd_sizes(name, value):
 
 def test_the_largest_numbers():
     args = argparse.Namespace(toy=True, verbose=False, server_help=False, uds=None)
-    _, model = _settings(args, ["--seed", str(2**32 - 1), "--n_threads", str(2**31 - 1)])
-    assert (model.seed, model.n_threads) == (2**32 - 1, 2**31 - 1)
+    _, model = _settings(args, ["--seed", str(2**32 - 1), "--n_batch", str(2**31 - 1)])
+    assert (model.seed, model.n_batch) == (2**32 - 1, 2**31 - 1)
 
 
 def test_a_misspelled_option_takes_one_line():

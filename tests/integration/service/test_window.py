@@ -170,11 +170,15 @@ def test_a_turn_that_does_not_even_fit_alone_changes_nothing(start):
         converse(context, 8)
         before = context.record()
         for length in (300, 240):
-            expected = r"does not fit into 256: the model would see (\d+)\. Shorten it.*n_ctx"
+            expected = (
+                r"does not fit into 256: the model would see (\d+) or more\. Shorten it.*n_ctx"
+            )
             with pytest.raises(LimitError, match=expected) as caught:
                 context.call("word " * length)
             assert int(re.search(expected, str(caught.value))[1]) >= max(256, length)
             assert context.record() == before
+        with pytest.raises(LimitError, match=r"would see 6\d\d or more"):
+            context.call("7" * 10_000)  # it is not tokenized; at best, tokens have 16 bytes each
         reply = context.call("word " * 180, **GREEDY)
         # the model sees only it and the system prompt
         assert reply.n_left_out == len(seen(before)) - 1

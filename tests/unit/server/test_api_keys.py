@@ -116,6 +116,15 @@ def test_no_app_has_the_administrators_key():
     assert MAIL not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["sesame ", " sesame", "sesame\udcff", "ü", "a\tb", "k\x7f"])
+def test_a_key_that_clients_cannot_send(key):
+    with pytest.raises(
+        ConfigError, match=r"^--api_key: a key must be a string of printable"
+    ) as caught:
+        ApiKeys(key, {})
+    assert key not in str(caught.value)
+
+
 @pytest.mark.parametrize("key", ["", " "])
 def test_an_empty_key_is_no_key(key):
     with pytest.raises(ConfigError, match="--api_key is empty"):

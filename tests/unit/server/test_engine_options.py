@@ -6,6 +6,7 @@ import argparse
 import inspect
 import os
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -13,17 +14,18 @@ import pytest
 pytest.importorskip("fastapi")
 
 from gguf import GGUFWriter
-from llama_cpp.llama_chat_format import get_chat_completion_handler
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter, get_chat_completion_handler
 from llama_cpp.server import model as server_model
 from llama_cpp.server.settings import ModelSettings
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.serve import _settings
 from llmaas_plugins.server.engine_options import _FILES, _NEEDS
+from llmaas_plugins.server.option_values import _SET_BY_LLAMA_CPP
 
 
 def settings(*typed):
-    args = argparse.Namespace(toy=True, verbose=False, server_help=False)
+    args = argparse.Namespace(toy=True, verbose=False, server_help=False, uds=None)
     return _settings(args, list(typed))
 
 
@@ -90,7 +92,7 @@ def test_typed_options_count(monkeypatch):
 
 def test_every_option_that_names_a_file_is_checked():
     paths = {name for name in ModelSettings.model_fields if re.search("path|lora_", name)}
-    assert paths == {*_FILES, "hf_pretrained_model_name_or_path"}
+    assert paths == {*_FILES, "hf_pretrained_model_name_or_path", "lora_base"}
 
 
 @pytest.mark.parametrize("name", _FILES)
@@ -149,6 +151,72 @@ def test_chat_formats_that_do_not_exist(refusal, name):
 
 def test_a_chat_format_without_its_file(refusal):
     assert refusal("--chat_format", "mtmd").startswith("--chat_format mtmd needs --clip_model_path")
+
+
+def test_files_without_the_chat_format_that_uses_them(tmp_path, refusal):
+    (tmp_path / "config").write_text('{"chat_template": "x", "bos_token": "a", "eos_token": "b"}')
+    path = str(tmp_path / "config")
+    tokenizer = ("--hf_tokenizer_config_path", path)
+    assert "no effect without --chat_format hf-tokenizer-config" in refusal(*tokenizer)
+    assert settings(*tokenizer, "--chat_format", "hf-tokenizer-config")[1]
+    images = ("--clip_model_path", path)
+    for other in ((), ("--chat_format", "chatml")):
+        assert "--clip_model_path has no effect without" in refusal(*images, *other)
+    assert settings(*images, "--chat_format", "mtmd")[1]
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["--vocab_only", "True"], "--vocab_only loads no weights, so that no call could"),
+        (["--n_threads", "513"], "--n_threads must be from 1 to 512, found 513"),
+        (["--n_threads_batch", "100000"], "--n_threads_batch must be from 0 to 512"),
+        (["--last_n_tokens_size", "2147483647"], "must be from 0 to 1048576, found 21474"),
+        (
+            ["--draft_model_num_pred_tokens", "-3"],
+            "must be from 0 to 2147483647, found -3",
+        ),
+        (
+            ["--chat_template_kwargs", '{"a": 1, "eos_token": 5}'],
+            "cannot set eos_token, w",
+        ),
+        (["--chat_template_kwargs", '{"tools": []}'], "llama_cpp itself gives to chat"),
+        (
+            ["--lora_base", "x.gguf"],
+            "--lora_base has no effect: adapters are added to the",
+        ),
+    ],
+)
+def test_values_with_which_no_call_succeeds_or_without_effect(refusal, typed, message):
+    assert message in refusal(*typed)
+
+
+def test_options_that_need_what_is_not_installed(monkeypatch, refusal):
+    tokenizer = ("--hf_pretrained_model_name_or_path", "x")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert refusal(*tokenizer).startswith(f"{tokenizer[0]} needs transformers. Try `pip install")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    assert settings(*tokenizer)[1]
+    monkeypatch.setattr("llama_cpp.llama_cpp.llama_supports_rpc", lambda: False)
+    assert "--rpc_servers has no effect" in refusal("--rpc_servers", "127.0.0.1:1")
+    monkeypatch.setattr("llama_cpp.llama_cpp.llama_supports_rpc", lambda: True)
+    assert settings("--rpc_servers", "127.0.0.1:1")[1]
+
+
+def test_the_toy_has_the_context_that_it_was_trained_for():
+    assert settings()[1].n_ctx == 0
+    assert settings("--n_ctx", "64")[1].n_ctx == 64
+
+
+def test_arguments_of_chat_templates_that_llama_cpp_sets():
+    source = inspect.getsource(Jinja2ChatFormatter.__call__)
+    assert set(_SET_BY_LLAMA_CPP) == set(re.findall(r"^ {12}(\w+)=", source, re.MULTILINE)) - {
+        "prompt",
+        "stop",
+        "stopping_criteria",
+        "added_special",
+    }
+    assert settings("--chat_template_kwargs", '{"enable_thinking": true}')[1]
 
 
 def test_the_formats_that_the_server_makes_are_all_known():

@@ -22,7 +22,7 @@ from llmaas_plugins.server.listening import listening_on_port, tls_context
 
 TLS = Path(__file__).parents[2] / "data" / "tls"
 HOST = "localhost"
-KEY = "administrator's key"
+KEY = "sesame"
 MOST = 4
 TIMEOUT_S = 1.0
 
