@@ -75,7 +75,15 @@ class UnmetBudgetError(BudgetError):
     """The memory budget that the user set for the process cannot be met.
 
     It reaches the app whatever ``on_error`` says, because going on would exceed the budget.
+
+    Attributes:
+        missing: Bytes by which the budget is too small.
     """
+
+    def __init__(self, message: str, missing: int = 0) -> None:
+        """Give the message, and the bytes that another part of the process could release."""
+        super().__init__(message)
+        self.missing = missing
 
 
 class LimitError(LlmaasError, RuntimeError):

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmaas_hooks import UnmetBudgetError
+from llmaas_plugins import process_memory
 
-__all__ = ["SPARE_BYTES", "Needs", "needed_by", "require", "shares"]
+__all__ = ["MARGIN_BYTES", "SPARE_BYTES", "Needs", "needed_by", "require", "shares"]
 
 SPARE_BYTES = 6 << 20
 """Reserve for memory that grows beside weights: the app's own objects, the logits of a batch."""
+MARGIN_BYTES = 1 << 20
+"""Bytes that other plugins leave to streamed models, because the process grows a little between
+two looks at it."""
 _NOISE_BYTES = 3 << 20
 """Largest difference seen between the sizes of a process at the same point of several runs."""
 _MIB = 1 << 20
@@ -45,7 +49,8 @@ def require(budget: int, process: int, needed: int, n_ctx: int | None = None) ->
     """Check that a budget can be met.
 
     The error names a budget that also works in the next run, where the process may be a little
-    larger.
+    larger. It does not count memory that other plugins can release: ``UnmetBudgetError.missing``
+    bytes of that would do, if there are as many.
 
     Args:
         budget: Memory of the process with its models.
@@ -58,12 +63,14 @@ def require(budget: int, process: int, needed: int, n_ctx: int | None = None) ->
     """
     if budget < process + needed:
         context = "" if n_ctx is None else f" with a context of {n_ctx} tokens"
+        least = process - process_memory.releasable()
         raise UnmetBudgetError(
             f"a memory_budget of {budget // _MIB} MiB cannot be met, because this process takes "
-            f"{process // _MIB} MiB and the model needs {math.ceil(needed / _MIB)} MiB beside its "
+            f"{least // _MIB} MiB and the model needs {math.ceil(needed / _MIB)} MiB beside its "
             f"weights{context}; expected "
-            f"{math.ceil((process + needed + _NOISE_BYTES) / _MIB)} MiB or more. A shorter context "
-            "or a smaller n_batch needs less."
+            f"{math.ceil((least + needed + _NOISE_BYTES) / _MIB)} MiB or more. A shorter context "
+            "or a smaller n_batch needs less.",
+            process + needed - budget,
         )
 
 

@@ -6,11 +6,11 @@ import gc
 import logging
 import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -31,10 +31,11 @@ from llmaas_hooks import (
     WeightClaim,
     hookimpl,
 )
+from llmaas_plugins import process_memory
 from llmaas_plugins.flash_weights.answers import Answers
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.engine_modes import least_budget
-from llmaas_plugins.flash_weights.memory import require
+from llmaas_plugins.flash_weights.memory import MARGIN_BYTES, require
 from llmaas_plugins.flash_weights.model_sizes import Metadata, ModelSizes, metadata_of, sizes_of
 from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
 from llmaas_plugins.flash_weights.residency import Residency
@@ -44,6 +45,8 @@ from llmaas_plugins.model.digest import files_now
 from llmaas_plugins.sizes import memory_bytes
 
 __all__ = ["FlashWeights"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("llmaas.flash_weights")
 
@@ -60,7 +63,8 @@ class _Loading:
     Attributes:
         tensors: Tensors of the file.
         metadata: Metadata of the file.
-        process: Bytes of the process before loading, without streamed weights.
+        process: Bytes of the process before loading, without streamed weights and without memory
+            that other plugins can release.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -126,7 +130,8 @@ class FlashWeights:
             n_bytes = None if budget is None else memory_bytes(budget)
         except ValueError as error:
             raise ConfigError(f"the memory budget: {error}, found {budget!r}") from error
-        self._residency.set_budget(n_bytes)
+        _with_room(lambda: self._residency.set_budget(n_bytes))
+        self._residency.relieve()
 
     # -- hooks ----------------------------------------------------------------------------------
 
@@ -142,7 +147,7 @@ class FlashWeights:
         names = [name for name, info in tensors.items() if info.is_matrix]
         packed = self._packed(load.path, tensors)
         with self._advisory():
-            self._prepare(load.path, tensors)
+            _with_room(lambda: self._prepare(load.path, tensors))
         # The parameters are changed last: after a refusal above, the model may be loaded as the app
         # asked.
         # llama.cpp reads each tensor as a whole here, and direct I/O would take twice the memory
@@ -156,11 +161,14 @@ class FlashWeights:
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
-        """Make room for a context of a streamed model."""
+        """Make room for a context."""
         load = create.load
         if load is not None and load.is_claimed and load.path in self._loads:
             with self._advisory():
-                self._growth[load] = self._reserve(create, self._loads[load.path])
+                loading = self._loads[load.path]
+                self._growth[load] = _with_room(lambda: self._reserve(create, loading))
+        else:
+            self._residency.relieve(_all_cell_bytes(create))
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
@@ -168,6 +176,7 @@ class FlashWeights:
         weights = context.file_weights()
         stats = weights.stats()
         if stats["bytes"] == 0:
+            self._residency.add_unstreamed(context)
             return
         load = context.load
         path = "" if load is None else load.path
@@ -188,10 +197,11 @@ class FlashWeights:
                 read_size=self._config.read_size or 0,
                 read_gap=self._config.read_gap,
             )
-        with self._residency.lock, self._advisory():
-            growth = _Growth(0, 0) if load is None else self._growth.pop(load, _Growth(0, 0))
-            beside = growth.process - growth.buffers - self._residency.others()
-            self._residency.add(context, growth.buffers, max(beside, 0))
+        growth = _Growth(0, 0) if load is None else self._growth.pop(load, _Growth(0, 0))
+        with self._residency.lock:
+            beside = max(0, growth.process - growth.buffers - self._residency.others())
+        with self._advisory():
+            _with_room(lambda: self._residency.add(context, growth.buffers, beside))
 
     @hookimpl
     def llmaas_request_begin(self, request: Request) -> None:
@@ -218,6 +228,11 @@ class FlashWeights:
         """Stop tracking the context and return its memory."""
         self._answers.forget(ctx)
         self._residency.remove(ctx)
+
+    @hookimpl
+    def llmaas_shutdown(self) -> None:
+        """Limit the process no longer."""
+        process_memory.remove_limit(self._residency)
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
@@ -251,13 +266,14 @@ class FlashWeights:
         with residency.lock:
             release_memory()  # memory that checking the files took
             residency.look()
-            process = residency.others()
+            process = residency.others() - process_memory.releasable()
             self._loads[path] = _Loading(tensors, metadata, process)
             try:
                 residency.make_room(sizes.resident + sizes.app + sizes.largest)
             except UnmetBudgetError:
                 del self._loads[path]
-                require(residency.budget, process, self._needed(sizes), _SHORTEST)
+                total = process + process_memory.releasable()
+                require(residency.budget, total, self._needed(sizes), _SHORTEST)
                 raise
 
     def _reserve(self, create: ContextCreate, loading: _Loading) -> _Growth:
@@ -267,7 +283,7 @@ class FlashWeights:
             UnmetBudgetError: The memory cannot be released.
         """
         params, residency = create.params, self._residency
-        n_ctx = int(params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
+        n_ctx = _n_ctx(create)
         sizes = sizes_of(
             loading.tensors,
             loading.metadata,
@@ -277,14 +293,15 @@ class FlashWeights:
             is_flash=params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
         )
         with residency.lock:
+            process = loading.process + process_memory.releasable()
             if create.model in residency:  # its weights already have their memory
                 residency.make_room(sizes.kv + sizes.buffers + sizes.work)
             else:
-                require(residency.budget, loading.process, self._needed(sizes), n_ctx)
+                require(residency.budget, process, self._needed(sizes), n_ctx)
                 residency.make_room(sizes.kv)
             own = sizes.kv + sizes.buffers + sizes.resident + sizes.app + sizes.work
             is_new = create.model not in residency
-            return _Growth(sizes.buffers, loading.process + own if is_new else 0)
+            return _Growth(sizes.buffers, process + own if is_new else 0)
 
     def _needed(self, sizes: ModelSizes) -> int:
         """Return the least bytes for one more model and the current ones."""
@@ -304,7 +321,10 @@ class FlashWeights:
     def _fits(self, model: str, tensors: Mapping[str, TensorInfo]) -> bool:
         n_bytes = sum(info.n_bytes for info in tensors.values())
         budget = self._residency.budget
-        fits = resident_bytes() + n_bytes + _OUTSIDE <= budget
+        missing = resident_bytes() + process_memory.promised() + n_bytes + _OUTSIDE - budget
+        if 0 < missing <= process_memory.releasable():
+            missing -= process_memory.release(missing)
+        fits = missing <= 0
         if fits:
             self._left_alone[model] = (
                 f"its {n_bytes >> 20} MiB fit into {budget >> 20} MiB, so it is not streamed"
@@ -333,6 +353,30 @@ class FlashWeights:
                 "remove it."
             )
         return found
+
+
+def _with_room(attempt: Callable[[], _T]) -> _T:
+    """Return the result of ``attempt``; on a shortage, let others release memory and try again."""
+    try:
+        return attempt()
+    except UnmetBudgetError as error:
+        if error.missing > process_memory.releasable():
+            raise
+        process_memory.release(error.missing + MARGIN_BYTES)
+    return attempt()
+
+
+def _n_ctx(create: ContextCreate) -> int:
+    return int(create.params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
+
+
+def _all_cell_bytes(create: ContextCreate) -> int:
+    """Estimate the bytes of a new context's cells, assuming that all layers are alike."""
+    model = create.model
+    n_embd, n_head = llama_cpp.llama_model_n_embd(model), llama_cpp.llama_model_n_head(model)
+    width = llama_cpp.llama_model_n_head_kv(model) * n_embd // max(1, n_head)
+    n_values = llama_cpp.llama_model_n_layer(model) * width * _n_ctx(create)
+    return int(n_values * _cell_bytes(create.params))
 
 
 def _cell_bytes(params: Any) -> float:

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmaas_hooks import FileWeights, NativeContext, UnmetBudgetError, forks
-from llmaas_plugins.flash_weights.memory import SPARE_BYTES, Needs, needed_by, require, shares
+from llmaas_plugins import process_memory
+from llmaas_plugins.flash_weights.memory import (
+    MARGIN_BYTES,
+    SPARE_BYTES,
+    Needs,
+    needed_by,
+    require,
+    shares,
+)
 from llmaas_plugins.machine import available_bytes, resident_bytes
 
 __all__ = ["Residency", "default_budget"]
@@ -103,6 +111,9 @@ class Residency:
         self._models: dict[int, _Model] = {}
         self._is_crowded = False
         self._looked_at = 0.0
+        self._unstreamed: dict[int, NativeContext] = {}
+        self._untouched: dict[int, int] = {}
+        process_memory.add_limit(self)
 
     @property
     def budget(self) -> int:
@@ -122,8 +133,7 @@ class Residency:
         """
         with self.lock:
             self.look()
-            if self._models:
-                require(self._bytes_of(n_bytes), self.others(), SPARE_BYTES + self.needed())
+            require(self._bytes_of(n_bytes), self.others(), SPARE_BYTES + self.needed())
             self._budget = n_bytes
             self.share(waits=True)
 
@@ -151,12 +161,21 @@ class Residency:
             self.look()
             self.share(waits=True)
 
+    def add_unstreamed(self, context: NativeContext) -> None:
+        """Count the compute buffers that a context of a model in memory will touch."""
+        with self.lock:
+            self._unstreamed[context.ctx] = context
+            self._untouched[context.ctx] = context.untouched_bytes()
+        self.relieve()
+
     def remove(self, ctx: int) -> None:
         """Remove a context that is about to be freed.
 
         With its last context, a model's weights are released, too.
         """
         with self.lock:
+            self._unstreamed.pop(ctx, None)
+            self._untouched.pop(ctx, None)
             for address, model in list(self._models.items()):
                 if ctx not in model.contexts:
                     continue
@@ -173,26 +192,82 @@ class Residency:
     def decoded(self, ctx: int, n_tokens: int) -> None:
         """Count a batch, and adjust to the memory that is left."""
         with self.lock:
-            for model in list(self._models.values()):
-                if ctx not in model.contexts:
-                    continue
+            is_first = self._count(ctx, n_tokens)
+            is_due = is_first or time.monotonic() - self._looked_at > _EVERY_S
+            if is_due:
+                self._looked_at = time.monotonic()
+                self._look_at(ctx)
+        if is_due:
+            self.relieve()
+            with self.lock:
+                if self._models:
+                    self._share_or_tell()
+
+    def _count(self, ctx: int, n_tokens: int) -> bool:
+        """Count a batch; return whether it is the first one of a streamed model's context."""
+        is_first = False
+        for model in list(self._models.values()):
+            if ctx in model.contexts:
                 model.n_batches += 1
                 model.n_tokens += n_tokens
                 is_first = model.growth.pop(ctx, None) is not None
                 model.beside.pop(ctx, None)
                 if model.is_late:
                     self._apply(model, model.kept, waits=True)
-                if is_first or time.monotonic() - self._looked_at > _EVERY_S:
-                    model.look()
-                    self._share_or_tell()
+        return is_first
+
+    def _look_at(self, ctx: int) -> None:
+        """Refresh the figures of one context and its model, which do not compute now."""
+        for model in list(self._models.values()):
+            if ctx in model.contexts:
+                model.look()
+        if (context := self._unstreamed.get(ctx)) is not None:
+            with contextlib.suppress(ReferenceError):
+                self._untouched[ctx] = context.untouched_bytes()
 
     def needed(self) -> int:
         """Return the least bytes that the current models need."""
         return needed_by(self._needs(list(self._models.values())))
 
     def others(self) -> int:
-        """Return the bytes of the process beside streamed weights."""
-        return resident_bytes() - sum(model.held for model in self._models.values())
+        """Return the bytes of the process beside streamed weights, with those that are promised."""
+        held = sum(model.held for model in list(self._models.values()))
+        return resident_bytes() - held + process_memory.promised()
+
+    # -- memory of other plugins ----------------------------------------------------------------
+
+    def room(self) -> int | None:
+        """Return the bytes that others may take before the budget is exceeded; None if it is unset.
+
+        Weights make room for them down to their least bytes. The result is negative if the budget
+        is exceeded.
+        """
+        if self._budget is None:
+            return None
+        with self.lock:
+            taken = self.others() + self.needed() + sum(self._untouched.values())
+            return self._budget - SPARE_BYTES - MARGIN_BYTES - taken
+
+    def grant(self, n_bytes: int) -> int:
+        """Let weights make room for up to ``n_bytes`` more; return the bytes that may be taken."""
+        with self.lock:
+            room = self.room()
+            granted = n_bytes if room is None else max(0, min(n_bytes, room))
+            if granted and self._models:
+                try:
+                    self.make_room(granted)
+                except UnmetBudgetError:  # a batch that just ended took more
+                    return 0
+            return granted
+
+    def relieve(self, n_bytes: int = 0) -> None:
+        """Let others release what exceeds the budget before something takes ``n_bytes`` more.
+
+        The caller must not hold the lock, which others take when they ask for room.
+        """
+        room = self.room()
+        if room is not None and room < n_bytes:
+            process_memory.release(n_bytes - room)
 
     def make_room(self, n_bytes: int) -> None:
         """Release kept weights before something else takes ``n_bytes`` of memory."""

@@ -38,7 +38,7 @@ class KVChunksConfig(BaseModel):
     ram_budget: MemorySize = Field(
         default=ByteSize(256 << 20),
         description="Bytes for all contexts but the running one: encoded chunks in RAM, transfer "
-        "buffers and parked cells.",
+        "buffers and parked cells. A `memory_budget` of flash_weights may leave less.",
     )
     parked_tokens: int = Field(
         default=0,

@@ -35,6 +35,9 @@ PLUGINS = {
     "elastic": {},
 }
 
+ROOM_FOR_CHUNKS = 6
+"""MiB beyond the least budget: kv_chunks serves no context without room for its buffers."""
+
 
 class Talk:
     """An app's conversation with a model in several contexts.
@@ -85,7 +88,7 @@ def models(reference_model, tmp_path_factory):
 def opened(stack, flash, model):
     make_room(flash)
     llama = stack.enter_context(contextlib.closing(Llama(str(model), **SETTINGS)))
-    squeeze(flash)
+    squeeze(flash, ROOM_FOR_CHUNKS)
     return llama
 
 
@@ -109,7 +112,7 @@ def live(config, models, talks, turns):
         for thread in threads:
             thread.start()
         for n_more in itertools.cycle(range(3)):
-            squeeze(flash, n_more)
+            squeeze(flash, ROOM_FOR_CHUNKS + n_more)
             if not any(thread.is_alive() for thread in threads):
                 break
             threads[0].join(0.02)

@@ -249,6 +249,7 @@ class ChunkStore(forks.Forked):
     def stats(self) -> dict[str, object]:
         """Return sizes and counters as JSON types."""
         self.space.remove_closed_owners()
+        obtainable = self.space.capacity
         with self._residency.lock:
             tree, ram, disk = self._residency.tree, self._residency.ram, self._residency.disk
             levels = Counter(chunk.bits for chunk in tree if chunk.bits)
@@ -258,8 +259,10 @@ class ChunkStore(forks.Forked):
                 "contexts": len(tree.contexts()),
                 "ram_bytes": ram.used_bytes - self.space.buffer_bytes,
                 "buffer_bytes": self.space.buffer_bytes,
-                "lent_bytes": ram.lent,
+                "lent_bytes": ram.lent - self.space.withheld_bytes,
+                "withheld_bytes": self.space.withheld_bytes,
                 "ram_budget_bytes": ram.capacity,
+                "obtainable_bytes": obtainable,
                 "disk_bytes": 0 if disk is None else disk.used_bytes,
                 "disk_budget_bytes": 0 if disk is None else disk.capacity,
                 "store": None if self._writer is None else str(self._writer.directory),

@@ -9,36 +9,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.store.chunk_writer import ChunkWriter
+from llmaas_plugins.kv_chunks.store.process_share import ProcessShare
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
 
 __all__ = ["RamSpace"]
 
 
 class RamSpace:
-    """Allocator of RAM-tier bytes, which writes chunks to disk if it must evict them. Thread-safe.
-
-    Attributes:
-        buffer_bytes: Bytes of all transfer buffers.
-    """
+    """Allocator of RAM-tier bytes, which writes chunks to disk to evict them. Thread-safe."""
 
     def __init__(self, residency: ChunkResidency, writer: ChunkWriter | None) -> None:
         """Start without buffers; ``writer`` is None without a disk tier."""
         self._residency = residency
         self._writer = writer
+        self._process = ProcessShare(residency, writer)
         self._closed_owners: deque[Hashable] = deque()
-        self.buffer_bytes = 0
 
     @property
     def capacity(self) -> int:
-        """Bytes of the RAM tier."""
-        return self._residency.ram.capacity
+        """Bytes of the RAM tier that it has or gets within the memory limit of the process."""
+        mine = self._residency.ram.capacity - self._process.withheld_bytes
+        return max(0, mine + self._process.claimable())
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all transfer buffers."""
+        return self._process.buffer_bytes
+
+    @property
+    def withheld_bytes(self) -> int:
+        """Bytes of the RAM tier that the memory limit of the process does not leave to it."""
+        return self._process.withheld_bytes
 
     def allocate_buffer(self, n_bytes: int) -> NDArray[np.uint8] | None:
         """Reserve RAM-tier pages for transfer buffers; return None if they do not fit."""
         offset = self.reserve(n_bytes)
         if offset is None:
             return None
-        self.buffer_bytes += n_bytes
+        self._process.buffer_bytes += n_bytes
         with self._residency.lock:
             self._residency.ram.keep(offset)
         return self._residency.ram.view(offset, n_bytes)
@@ -48,7 +56,7 @@ class RamSpace:
         with self._residency.lock:
             ram = self._residency.ram
             ram.cancel(int(area.ctypes.data) - ram.address(0), len(area))
-        self.buffer_bytes -= len(area)
+        self._process.buffer_bytes -= len(area)
 
     def close_owner(self, owner: Hashable) -> None:
         """Note that ``owner`` is gone, so that its working set and its loan can be dropped.
@@ -64,14 +72,16 @@ class RamSpace:
         The result is negative if the contexts in use do not all fit.
         """
         self.remove_closed_owners()
+        claimable = self._process.claimable()
         with self._residency.lock:
             ram = self._residency.ram
-            others = ram.lent - self._residency.lent(owner)
-            return ram.capacity - self.buffer_bytes - self._residency.active_bytes - others
+            usable = ram.usable_bytes + self._residency.lent(owner) + claimable
+            return usable - self.buffer_bytes - self._residency.active_bytes
 
     def lend(self, owner: Hashable, n_bytes: int) -> int:
         """Lend RAM-tier bytes to ``owner``, evicting chunks if needed; return the bytes lent."""
         self.remove_closed_owners()
+        self._process.claim(n_bytes - self._residency.lent(owner))
         for flushed in (False, True):
             with self._residency.lock:
                 is_met = self._residency.lend(owner, n_bytes)
@@ -89,6 +99,7 @@ class RamSpace:
     def reserve(self, n_bytes: int, parent: bytes | None = None) -> int | None:
         """Reserve RAM without dropping ``parent``; write dirty chunks to disk first if needed."""
         self.remove_closed_owners()
+        self._process.claim(n_bytes)
         for flushed in (False, True):
             with self._residency.lock:
                 offset = self._residency.reserve_ram(n_bytes, parent)

@@ -57,6 +57,11 @@ class RamTier(Tier):
         """Bytes that chunks may use."""
         return self.capacity - self.lent
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of pages that were written and not discarded."""
+        return self._resident_bytes
+
     def lend(
         self, n_bytes: int, evictable: Callable[[Chunk], bool], evict: Callable[[Chunk], None]
     ) -> bool:

@@ -127,12 +127,19 @@ class ChunkResidency:
             offset = self.ram.reserve(n_bytes, evictable, self.evict_from_ram)
         return offset
 
-    def lend(self, owner: Hashable, n_bytes: int) -> bool:
-        """Set the RAM-tier bytes lent to ``owner``; return False if it gets fewer."""
+    def lend(self, owner: Hashable, n_bytes: int, *, may_lose: bool = False) -> bool:
+        """Set the RAM-tier bytes lent to ``owner``; return False if it gets fewer.
+
+        Chunks of working sets, and chunks that cannot be written, leave RAM only if ``may_lose``.
+        """
         others = sum(n for one, n in self._lent.items() if one != owner)
         is_met = self.ram.lend(
             others + n_bytes,
-            lambda chunk: not self._is_locked(chunk) and self._is_ram_evictable(chunk),
+            lambda chunk: (
+                (self._is_ram_evictable(chunk) or self.is_evictable(chunk))
+                if may_lose
+                else (not self._is_locked(chunk) and self._is_ram_evictable(chunk))
+            ),
             self.evict_from_ram,
         )
         self._lent[owner] = self.ram.lent - others

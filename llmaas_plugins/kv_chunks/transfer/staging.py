@@ -69,8 +69,13 @@ class Staging:
             raise BudgetError(
                 f"this model needs {n_bytes} bytes of transfer buffers, but the RAM tier has only "
                 f"{self._space.capacity}; set plugins.kv_chunks.ram_budget to at least "
-                f"{_SHARE * n_bytes // self.BUFFERS}"
+                f"{_SHARE * n_bytes // self.BUFFERS}{self._limited()}"
             )
         if len(self.all_buffers):
             self._space.free_buffer(self.all_buffers)
         self.all_buffers = area
+
+    def _limited(self) -> str:
+        if not self._space.withheld_bytes:
+            return ""
+        return ", and raise plugins.flash_weights.memory_budget, which leaves no more to it"

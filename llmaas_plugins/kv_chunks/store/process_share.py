@@ -1,0 +1,100 @@
+"""Part of the RAM tier that the memory limit of the process leaves to it."""
+
+from __future__ import annotations
+
+from llmaas_hooks import forks
+from llmaas_plugins import process_memory
+from llmaas_plugins.kv_chunks.store.chunk_writer import ChunkWriter
+from llmaas_plugins.kv_chunks.store.extents import PAGE, page_round
+from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
+
+__all__ = ["ProcessShare"]
+
+_LIMIT = "process limit"
+"""Owner to which the RAM tier lends what the process may not take."""
+_STEP = 4 << 20
+"""Bytes to ask for at least: each question costs the limit some microseconds."""
+
+
+class ProcessShare:
+    """Withholder of RAM-tier bytes that the process may not take. Thread-safe.
+
+    With a limit, all bytes are withheld at first, and the tier grows by what it is granted.
+
+    Attributes:
+        buffer_bytes: Bytes of all transfer buffers, which stay.
+    """
+
+    def __init__(self, residency: ChunkResidency, writer: ChunkWriter | None) -> None:
+        """Withhold all bytes of an empty tier if the process has a limit now."""
+        self._residency = residency
+        self._writer = writer
+        self.buffer_bytes = 0
+        self._claiming = forks.lock()  # never taken by release(), which a limit calls
+        if process_memory.room() is not None:
+            residency.lend(_LIMIT, residency.ram.capacity)
+        process_memory.add_user(self)
+
+    @property
+    def withheld_bytes(self) -> int:
+        """Bytes that the process does not leave to the tier now."""
+        return self._residency.lent(_LIMIT)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that chunks and transfer buffers may take."""
+        return self._residency.ram.usable_bytes
+
+    @property
+    def releasable_bytes(self) -> int:
+        """Bytes that can be given back: those of chunks."""
+        return max(0, self.usable_bytes - self.buffer_bytes)
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes that chunks and transfer buffers may take, and that hold no memory yet."""
+        return max(0, self.usable_bytes - self._residency.ram.resident_bytes)
+
+    def claimable(self) -> int:
+        """Return the withheld bytes that the tier would get if it asked. Hold no lock.
+
+        The result is negative if the process exceeds its limit: by so much the tier must shrink.
+        """
+        room = process_memory.room() if self.withheld_bytes else None
+        return self.withheld_bytes if room is None else min(self.withheld_bytes, room)
+
+    def claim(self, n_bytes: int) -> None:
+        """Ask for withheld bytes if the tier has fewer than ``n_bytes`` free. Hold no lock."""
+        if not self.withheld_bytes:
+            return
+        with self._claiming:  # so that no two threads are granted the same bytes
+            with self._residency.lock:
+                ram = self._residency.ram
+                missing = page_round(n_bytes) - (ram.usable_bytes - ram.used_bytes)
+            if missing <= 0:
+                return
+            granted = process_memory.grant(min(self.withheld_bytes, max(missing, _STEP)))
+            with self._residency.lock:
+                self._withhold(max(0, self.withheld_bytes - granted // PAGE * PAGE))
+
+    def release(self, n_bytes: int) -> int:
+        """Give memory back to the process; return how much.
+
+        Chunks leave RAM in the order of eviction, those of contexts in use last. They are written
+        to disk first, and lost if that is impossible.
+        """
+        before = self.usable_bytes
+        left = max(0, before - n_bytes)
+        for flushes, may_lose in ((False, False), (True, False), (False, True)):
+            if flushes and self._writer is not None:
+                self._writer.flush()
+            with self._residency.lock:
+                excess = max(0, self.usable_bytes - left)
+                is_met = self._withhold(self.withheld_bytes + excess, may_lose=may_lose)
+                self._withhold(self.withheld_bytes + self.promised_bytes)
+            if is_met:
+                break
+        return before - self.usable_bytes
+
+    def _withhold(self, n_bytes: int, *, may_lose: bool = False) -> bool:
+        return self._residency.lend(_LIMIT, n_bytes, may_lose=may_lose)

@@ -1,0 +1,109 @@
+"""Memory limit of the process: who keeps it, and who holds memory that can be given back.
+
+Plugins do not import each other, so they meet here. A plugin with a limit for the whole process
+keeps a ``Limit``. A plugin with memory that may grow and shrink asks for a grant before it grows,
+and is told to release memory when the process needs it for something else.
+
+Locks: ``grant`` and ``room`` may take a limit's lock and ``release`` may take a user's. So a user
+must not ask while it holds the lock that its ``release`` takes, and a limit must not call
+``release`` while it holds its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol, TypeVar
+
+__all__ = [
+    "Limit",
+    "User",
+    "add_limit",
+    "add_user",
+    "grant",
+    "promised",
+    "releasable",
+    "release",
+    "remove_limit",
+    "room",
+]
+
+
+class Limit(Protocol):
+    """Keeper of a limit for the memory of the whole process."""
+
+    def room(self) -> int | None:
+        """Return the bytes that users may still take, or None if there is no limit now."""
+
+    def grant(self, n_bytes: int) -> int:
+        """Make room for up to ``n_bytes`` more; return the bytes that may be taken."""
+
+
+class User(Protocol):
+    """Holder of memory that can be given back."""
+
+    @property
+    def releasable_bytes(self) -> int:
+        """Bytes that can be given back; they were granted, whether they take memory yet or not."""
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes that were granted and take no memory yet."""
+
+    def release(self, n_bytes: int) -> int:
+        """Give back ``n_bytes``, or all that can be given back; return the bytes given back."""
+
+
+_T = TypeVar("_T")
+
+_limits: set[weakref.ref[Limit]] = set()
+_users: set[weakref.ref[User]] = set()
+
+
+def add_limit(limit: Limit) -> None:
+    """Let users ask this limit, as long as it lives and is not removed."""
+    _limits.add(weakref.ref(limit, _limits.discard))
+
+
+def remove_limit(limit: Limit) -> None:
+    """Stop asking this limit."""
+    _limits.discard(weakref.ref(limit))
+
+
+def add_user(user: User) -> None:
+    """Let limits count the memory of ``user``, as long as it lives."""
+    _users.add(weakref.ref(user, _users.discard))
+
+
+def room() -> int | None:
+    """Return the bytes that users may still take, or None if the process has no limit."""
+    found = [one for limit in _alive(_limits) if (one := limit.room()) is not None]
+    return min(found, default=None)
+
+
+def grant(n_bytes: int) -> int:
+    """Make room for up to ``n_bytes`` more; return the bytes that a user may take now."""
+    return min((limit.grant(n_bytes) for limit in _alive(_limits)), default=n_bytes)
+
+
+def releasable() -> int:
+    """Return the bytes that all users can give back."""
+    return sum(user.releasable_bytes for user in _alive(_users))
+
+
+def promised() -> int:
+    """Return the bytes that were granted and take no memory yet."""
+    return sum(user.promised_bytes for user in _alive(_users))
+
+
+def release(n_bytes: int) -> int:
+    """Let users give back ``n_bytes``, or as many as they can; return the bytes given back."""
+    released = 0
+    for user in _alive(_users):
+        if released < n_bytes:
+            released += user.release(n_bytes - released)
+    return released
+
+
+def _alive(references: set[weakref.ref[_T]]) -> list[_T]:
+    found = (reference() for reference in list(references))  # a copy: other threads add and remove
+    return [one for one in found if one is not None]

@@ -1,0 +1,137 @@
+"""The memory budget of flash_weights holds with the RAM tier of kv_chunks, which makes room."""
+
+from __future__ import annotations
+
+import pytest
+from flash_apps import run
+from gguf import GGMLQuantizationType
+from soak import scale
+
+from llmaas_eval.models import Shape, write_random_model
+
+CELLS = Shape(n_layer=8, n_embd=512, n_head=8, n_head_kv=8, n_ff=512, n_ctx=256)
+"""A shape with 16 KiB of cells for a token: a prompt of 240 tokens leaves 3.75 MiB of chunks."""
+
+PRELUDE = """
+import logging, os, tempfile, time
+import numpy as np
+settings = dict(n_ctx=256, n_batch=256, n_threads=1, n_threads_batch=1, verbose=False)
+settings["flash_attn"] = True
+lines = []
+class Lines(logging.Handler):
+    def emit(self, record): lines.append(record.getMessage())
+logging.getLogger("llmaas.flash_weights").addHandler(Lines())
+def suite_of(budget, folder, disk="1 GiB"):
+    kv = {"store": folder, "codec": "lossless", "ram_budget": "1 GiB", "disk_budget": disk}
+    flash = {"memory_budget": budget, "arena": 4 * MIB}
+    return activate({"on_error": "raise", "plugins": {"kv_chunks": kv, "flash_weights": flash}})
+def prompt(i):
+    return [1, 300 + i] + [(7 * i + j) % 2000 + 50 for j in range(238)]
+def ask(llama, n, start=0):
+    for i in range(start, start + n):
+        next(iter(llama.generate(prompt(i), temp=0.0)))
+        suite.settle()
+def report(name):
+    return suite.status()["plugins"][name]
+def forget_peak():
+    open("/proc/self/clear_refs", "w").write("5")
+def ram():
+    return report("kv_chunks")["ram_bytes"] / MIB
+"""
+
+
+@pytest.fixture(scope="module")
+def cells(shared):
+    """Return a model with large cells and 12 MB of weights."""
+
+    def fill(folder):
+        write_random_model(folder / "model.gguf", CELLS, GGMLQuantizationType.Q8_0, seed=0)
+
+    return shared("large cells", fill) / "model.gguf"
+
+
+def test_chunks_stay_within_the_budget_beside_a_model_in_memory(cells):
+    """They leave RAM for the app and for a lower budget, and are read from disk afterwards."""
+    script = """
+with tempfile.TemporaryDirectory() as folder:
+    suite = suite_of(resident_bytes() + 250 * MIB, folder)
+    llama = Llama(path, **settings)
+    ask(llama, 1)
+    flash, start = suite.plugin("flash_weights"), resident_bytes()
+    def limited(n_more):
+        forget_peak()
+        flash.set_memory_budget(start + n_more * MIB)
+        return resident_bytes() - (start + n_more * MIB)
+    over = [limited(40)]
+    ask(llama, 14)
+    filled = ram()
+    over.append(peak() - start - 40 * MIB)
+    mine = np.ones(16 * MIB, np.uint8); time.sleep(0.3)
+    ask(llama, 1, 20)
+    forget_peak()
+    ask(llama, 3, 21)
+    over.append(peak() - start - 40 * MIB)
+    shared = ram()
+    del mine
+    over.append(limited(16))
+    lowered = ram()
+    before = report("kv_chunks")["restored_tokens"]
+    ask(llama, 14)
+    over.append(peak() - start - 16 * MIB)
+    restored = report("kv_chunks")["restored_tokens"] - before
+    limited(40)
+    ask(llama, 5, 40)
+    before = ram()
+    flash.set_memory_budget(resident_bytes() + (128 - 8) * MIB + os.path.getsize(path))
+    second = Llama(path, **settings)  # with the 128 MiB that it may need, it fits without chunks
+    made = before - ram()
+    mode, errors = report("flash_weights")["mode"], suite.status()["errors"]
+    second.close()
+    llama.close()
+    suite.deactivate()
+print(json.dumps([over, filled, shared, lowered, restored, made, mode, errors]))
+"""
+    over, filled, shared, lowered, restored, made, mode, errors = run(cells, PRELUDE + script)
+    assert mode == "off"
+    assert max(over) <= 0
+    assert 20 < filled <= 40
+    assert shared < filled - 8
+    assert lowered <= 16
+    assert restored > 14 * 200
+    assert 6 < made < 12
+    assert errors == {}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("disk", scale(["0"], ["0", "1 GiB"]))
+def test_chunks_stay_within_the_budget_beside_a_streamed_model(cells, disk):
+    """Weights make room for them first, and chunks leave RAM for a second model."""
+    script = """
+with tempfile.TemporaryDirectory() as folder:
+    forget_peak()
+    budget = resident_bytes() + 100 * MIB
+    suite = suite_of(budget, folder, DISK)
+    llama = Llama(path, **settings)
+    ask(llama, 1)
+    kept = [report("flash_weights")["models"][0]["kept_bytes"]]
+    ask(llama, 16)
+    kept.append(report("flash_weights")["models"][0]["kept_bytes"])
+    filled = ram()
+    peaks = [peak()]
+    other = Llama(path, **settings | {"n_ctx": 128})
+    other.eval(prompt(0)[:100])
+    peaks.append(peak())
+    second, errors = ram(), suite.status()["errors"]
+    other.close()
+    llama.close()
+    suite.deactivate()
+print(json.dumps([budget, peaks, filled, kept, second, errors, lines]))
+"""
+    found = run(cells, PRELUDE + script.replace("DISK", repr(disk)))
+    budget, peaks, filled, kept, second, errors, lines = found
+    assert max(peaks) <= budget
+    assert filled > 8
+    assert kept[1] < kept[0] - (4 << 20)
+    assert second < filled
+    assert errors == {}
+    assert not [line for line in lines if "cannot be met" in line]
