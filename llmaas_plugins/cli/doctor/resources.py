@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,30 +16,29 @@ from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.config import validated
 from llmaas_plugins.files.store_lock import user
 from llmaas_plugins.kv_chunks.store.store_files import FILES, LOCK
-from llmaas_plugins.machine import available_bytes, room
+from llmaas_plugins.machine import available_bytes, resident_bytes, room
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from llmaas_plugins.config import Config
 
-__all__ = ["resource_findings", "say_problems"]
+__all__ = ["resource_findings", "say_problems", "short_of_room"]
 
 _log = logging.getLogger("llmaas.cli")
 
 
 def resource_findings(config: Config) -> list[Finding]:
     """Check what each enabled plugin needs of this machine; changes nothing."""
-    findings = []
+    found = {}
     for name in config.enabled():
-        if (look := _LOOKS.get(name)) is None:
+        if name not in _LOOKS:
             continue
-        try:
-            settings = validated(name, load_plugin(name).Config, config.plugins[name])
-        except LlmaasError:  # reported with the settings
-            continue
-        findings += list(look(settings))
-    return findings
+        with contextlib.suppress(LlmaasError):  # reported with the settings
+            found[name] = validated(name, load_plugin(name).Config, config.plugins[name])
+    findings = [finding for name, settings in found.items() for finding in _LOOKS[name](settings)]
+    worse = {one.name: one for one in _together(found.get("kv_chunks"), found.get("flash_weights"))}
+    return [worse.get(one.name, one) if one.problem is None else one for one in findings]
 
 
 def say_problems(config: Config) -> None:
@@ -82,6 +83,27 @@ def _holder(directory: Path) -> Iterator[Finding]:
 def _flash_weights(settings: Any) -> Iterator[Finding]:
     if settings.memory_budget is not None:
         yield _memory("plugins.flash_weights.memory_budget", settings.memory_budget)
+
+
+def _together(kv_chunks: Any, flash_weights: Any) -> Iterator[Finding]:
+    """Report a RAM budget that the memory budget of the process does not leave to contexts."""
+    if kv_chunks is None or flash_weights is None or flash_weights.memory_budget is None:
+        return
+    wanted, process = int(kv_chunks.ram_budget), resident_bytes()
+    left = max(0, int(flash_weights.memory_budget) - process)
+    if wanted > left:
+        beside = f"beside the {process >> 20} MiB of this process without a model"
+        yield short_of_room("machine", wanted, left, beside)
+
+
+def short_of_room(section: str, wanted: int, left: int, beside: str) -> Finding:
+    """Return a finding: contexts get only ``left`` bytes of the RAM budget ``wanted``."""
+    problem = (
+        f"contexts get {left >> 20} of the {math.ceil(wanted / (1 << 20))} MiB, because "
+        f"plugins.flash_weights.memory_budget leaves no more {beside}"
+    )
+    step = "lower it, or raise plugins.flash_weights.memory_budget"
+    return Finding(section, "plugins.kv_chunks.ram_budget", None, None, problem, step)
 
 
 def _knn_lm(settings: Any) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import LlmaasError, PluginError
 from llmaas_plugins.activation import activate
 from llmaas_plugins.cli.doctor.findings import Finding
+from llmaas_plugins.cli.doctor.resources import short_of_room
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.machine import available_bytes
 from llmaas_plugins.model.gguf_header import read_header
@@ -103,6 +104,9 @@ def _reported(config: Config, status: dict[str, Any]) -> Iterator[Finding]:
             yield _problem(f"plugins.{name}", f"leaves the model unchanged: {left}", step)
         else:
             yield Finding(_SECTION, f"plugins.{name}", "serves this model")
+            wanted = report.get("ram_budget_bytes", 0)
+            if (left := report.get("obtainable_bytes", wanted)) < wanted:
+                yield short_of_room(_SECTION, wanted, left, "beside this model")
 
 
 def _left_alone(report: dict[str, Any]) -> str | None:

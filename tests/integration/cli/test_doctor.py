@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 
 from llmaas_plugins.cli.doctor import trial
 from llmaas_plugins.cli.main import main
+from llmaas_plugins.machine import resident_bytes
 
 
 @pytest.fixture
@@ -42,6 +44,18 @@ def test_served(examined, tmp_path):
     assert found["file"]["value"].startswith(f"{tmp_path / 'm.gguf'}, llama, ")
     assert found["plugins.kv_chunks"]["value"] == "serves this model"
     assert found["plugins.flash_weights"]["value"].startswith("not needed: its ")
+
+
+def test_contexts_that_the_memory_budget_leaves_too_little(examined, tmp_path):
+    """A budget that holds beside an empty process is short beside the model."""
+    budget = resident_bytes() + (200 << 20)
+    kv = {"store": str(tmp_path / "kv"), "ram_budget": 190 << 20, "disk_budget": 0}
+    code, found = examined(kv_chunks=kv, flash_weights={"memory_budget": budget})
+    assert code == 1
+    problem = found["plugins.kv_chunks.ram_budget"]["problem"]
+    left = int(re.search(r"contexts get (\d+) of the 190 MiB", problem)[1])
+    assert 50 < left < 185
+    assert found["plugins.kv_chunks"]["value"] == "serves this model"
 
 
 def test_what_is_missing(examined, tmp_path):

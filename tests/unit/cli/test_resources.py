@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 from llmaas_plugins.cli.doctor.resources import resource_findings, say_problems
 from llmaas_plugins.config import load_config
@@ -27,6 +28,32 @@ def test_what_this_machine_does_not_have(monkeypatch, tmp_path):
     assert "can have" in found["plugins.flash_weights.memory_budget"].problem
     assert all(finding.next_step for finding in found.values())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ram_budget_that_the_memory_budget_does_not_leave(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("LLMAAS_PLUGINS", "kv_chunks,flash_weights")
+    monkeypatch.setenv("LLMAAS_PLUGINS__KV_CHUNKS__STORE", str(tmp_path / "kv"))
+    monkeypatch.setenv("LLMAAS_PLUGINS__KV_CHUNKS__DISK_BUDGET", "0")
+
+    def told(ram_budget, memory_budget):
+        caplog.clear()
+        monkeypatch.setenv("LLMAAS_PLUGINS__KV_CHUNKS__RAM_BUDGET", ram_budget)
+        monkeypatch.setenv("LLMAAS_PLUGINS__FLASH_WEIGHTS__MEMORY_BUDGET", memory_budget)
+        say_problems(load_config())
+        return caplog.messages
+
+    (line,) = told("1 GiB", "700 MiB")
+    given, process = map(
+        int,
+        re.fullmatch(r".*: contexts get (\d+) of the 1024 MiB,.* the (\d+) MiB.*", line).groups(),
+    )
+    assert given + process in (699, 700)
+    assert line.endswith("lower it, or raise plugins.flash_weights.memory_budget")
+    (line,) = told("1 MiB", "1 MiB")  # this process alone takes more
+    assert "contexts get 0 of the 1 MiB" in line
+    assert told("100 MiB", "2 GiB") == []
+    monkeypatch.setenv("LLMAAS_PLUGINS", "kv_chunks")
+    assert told("1 GiB", "700 MiB") == []
 
 
 def test_a_store_that_another_app_holds(monkeypatch, tmp_path):
