@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error
+from llmaas_plugins.machine import room
 
-__all__ = ["check_target", "content_of", "folder_beside"]
+__all__ = ["check_room", "check_target", "content_of", "folder_beside"]
 
 _MOST_BYTES = 1 << 30
 
@@ -43,6 +45,24 @@ def content_of(text: Path) -> bytes:
 
 def _opened(path: str, flags: int) -> int:
     return os.open(path, flags | OPEN_FLAGS)
+
+
+def check_room(what: str, n_bytes: int, path: Path) -> None:
+    """Check that a disk has room, before anything takes minutes.
+
+    Args:
+        what: Stage that writes.
+        n_bytes: Bytes that it writes.
+        path: Path at which it writes.
+
+    Raises:
+        ConfigError: There is less free space.
+    """
+    if n_bytes > (free := room(path).free_bytes):
+        raise ConfigError(
+            f"{what} writes up to {size_text(n_bytes)} to {path}, but {size_text(free)} are free "
+            "there. Free space, or use another disk."
+        )
 
 
 def check_target(path: Path, option: str) -> None:

@@ -30,7 +30,6 @@ from llmaas_plugins.training.trainer import Kept, Settings, train
 from llmaas_plugins.training.workers import Workers
 
 __all__ = [
-    "JUDGED",
     "N_PROMPT",
     "SPARSITY_RANGE",
     "Judged",
@@ -45,8 +44,7 @@ __all__ = [
 
 SPARSITY_RANGE = (0.4, 0.8)
 """Least and largest sparsity that is drawn for a step."""
-JUDGED = (0.5, 0.6, 0.7, 0.8)
-"""Sparsities to judge at."""
+_JUDGED = (0.5, 0.6, 0.7, 0.8)
 N_PROMPT = 64
 """First tokens of a window that are computed with all values; a quarter of shorter windows."""
 
@@ -78,6 +76,11 @@ class SparseRecipe(Lengths):
     n_rows: int = 2
     rate: float = 3e-4
     seed: int = 0
+
+    @property
+    def judged(self) -> tuple[float, ...]:
+        """Sparsities to judge at, with the one that was trained."""
+        return tuple(sorted({*_JUDGED, *([] if self.sparsity is None else [self.sparsity])}))
 
     def sparsity_at(self, step: int) -> float:
         """Return the sparsity of a step."""
@@ -134,7 +137,7 @@ def judge(
     student: SparseStudent,
     windows: Windows,
     n_prompt: int,
-    sparsities: Sequence[float] = JUDGED,
+    sparsities: Sequence[float],
     progress: Callable[[int], None] = lambda _n: None,
 ) -> dict[float, list[Quality]]:
     """Return the quality of each window's answer by sparsity.

@@ -6,7 +6,7 @@ from llmaas_plugins.elastic.units import Blocks
 from llmaas_plugins.flash_weights.calibration import SPARSITIES
 from llmaas_plugins.machine import resident_bytes
 from llmaas_plugins.training.costs import step_seconds
-from llmaas_plugins.training.distillation import JUDGED, SparseRecipe, Windows
+from llmaas_plugins.training.distillation import SparseRecipe, Windows
 from llmaas_plugins.training.objectives import MOST_LOGITS, Objective
 from llmaas_plugins.training.sparse_student import SparseStudent
 
@@ -54,5 +54,5 @@ def distillation_seconds(
     objective = Objective(student.teacher, recipe.loss, recipe.n_prompt)
     step_s = step_seconds(student, objective, some, recipe.n_prompt)
     # a window that is judged takes about half as long, as it needs no gradient
-    n_others = 2 * len(JUDGED) * n_held_out + len(SPARSITIES)
+    n_others = 2 * len(recipe.judged) * n_held_out + len(SPARSITIES)
     return step_s * (recipe.n_steps(windows.shape[1]) + n_others / (2 * recipe.n_rows))

@@ -258,6 +258,12 @@ def test_a_run_depends_on_everything_that_it_is_made_of(windows):
     assert len(found) == 8
 
 
+def test_it_is_judged_at_the_sparsity_that_it_learned():
+    assert RECIPE.judged == (0.5, 0.6, 0.7, 0.8)
+    assert replace(RECIPE, sparsity=0.9).judged == (0.5, 0.6, 0.7, 0.8, 0.9)
+    assert replace(RECIPE, sparsity=0.6).judged == RECIPE.judged
+
+
 def test_closure_is_the_share_of_the_gap_that_is_won_back():
     before, after, dense = (recovery.Quality(0.0, loss, 2.0) for loss in (3.0, 2.25, 2.0))
     assert objectives.closure(before, after) == pytest.approx(0.75)
@@ -267,11 +273,12 @@ def test_closure_is_the_share_of_the_gap_that_is_won_back():
 @pytest.mark.slow
 def test_distillation_wins_back_part_of_what_sparsity_costs(student, operands, windows):
     texts = recovery.Texts(windows[:-12], windows[-12:])
-    before = distillation.judge(student, texts.held_out, N_PROMPT)
+    judged = RECIPE.judged
+    before = distillation.judge(student, texts.held_out, N_PROMPT, judged)
     assert not distillation.is_better(before, before)
     recipe = replace(RECIPE, n_tokens=40 * 4 * N, n_rows=4, rate=3e-4)
     distillation.distill(student, texts.training, recipe)
-    after = distillation.judge(student, texts.held_out, N_PROMPT)
+    after = distillation.judge(student, texts.held_out, N_PROMPT, judged)
     assert distillation.is_better(before, after)
     assert not distillation.is_better(after, before)
     for sparsity in (0.6, 0.7, 0.8):

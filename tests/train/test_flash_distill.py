@@ -14,6 +14,7 @@ from flash_models import tensors_of
 
 from llmaas_eval.data import packaged_documents
 from llmaas_plugins import activate
+from llmaas_plugins.cli import files
 from llmaas_plugins.cli.flash import distill as flash_distill
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
@@ -201,6 +202,16 @@ def test_too_little_memory_is_said_first(model, monkeypatch, capfd):
     said = capfd.readouterr().err
     assert "of memory, but 0 KiB are available" in said  # its own memory counts once
     assert "Run it on a machine with more memory" in said
+    assert not model.with_name("model.channels.distill").exists()
+
+
+def test_a_disk_without_room_is_said_first(model, monkeypatch, capfd):
+    from llmaas_plugins.machine import Room
+
+    monkeypatch.setattr(files, "room", lambda _: Room(is_writable=True, free_bytes=1 << 20))
+    assert main(["flash", "distill", str(model)]) == 2
+    assert "distillation writes up to" in (said := capfd.readouterr().err)
+    assert "but 1.0 MiB are free there. Free space, or use another disk." in said
     assert not model.with_name("model.channels.distill").exists()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, FileStamp, StoreError
+from llmaas_plugins.cli.files import check_room
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.learning_text import (
     add_text_option,
@@ -100,6 +101,8 @@ def recover(args: argparse.Namespace) -> int:
     levels = _chosen(args, prepared.elastic)
     folder = args.model.with_name(f"{args.model.name}.recovery")
     then = f"progress is kept in {folder}; the same command goes on"
+    if prepared.stamp is not None:  # the file is written anew, with its adapters
+        check_room("recovery", prepared.stamp.n_bytes, folder)
     with stoppable(then), workers() as group:
         if group.is_first:
             with as_store_error(f"cannot make {folder}"):

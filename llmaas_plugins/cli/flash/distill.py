@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, StoreError, TensorInfo
-from llmaas_plugins.cli.files import check_target
+from llmaas_plugins.cli.files import check_room, check_target
 from llmaas_plugins.cli.flash.distill_report import lines_of, report_of
 from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.flash.plan import group_layers_of
@@ -40,6 +40,8 @@ _N_OWN_TEXT = 262_144
 """Most tokens that the model writes to learn from; they are used several times."""
 _LEAST_TOKENS, _WINDOW = 2_048, 512
 _MOST_SPARSITY = 0.95
+_KEPT_BYTES = 12
+"""Bytes of a weight in a checkpoint: its value and the optimizer's two moments."""
 
 
 def add_distill(actions: Any) -> None:
@@ -167,6 +169,8 @@ def _job(
     n_tokens = args.tokens or (_N_QUICK if args.quick else _N_TOKENS)
     recipe = SparseRecipe(n_tokens, args.sparsity, n_rows=max(2, group.n))
     is_kept = _checked_memory(args, operands, tensors, recipe, group)
+    learned = [tensors[name] for operand in operands for name in operand.weights]
+    check_room("distillation", _kept_bytes(learned), folder)
     if group.is_first:
         with as_store_error(f"cannot make {folder}"):
             folder.mkdir(exist_ok=True)
@@ -223,6 +227,12 @@ def _checked_memory(
     return is_kept
 
 
+def _kept_bytes(learned: Sequence[TensorInfo]) -> int:
+    """Return the room on disk for the checkpoint, for its successor and for the new file."""
+    n_own = sum(info.shape[0] * info.shape[1] for info in learned)
+    return 2 * _KEPT_BYTES * n_own + sum(info.n_bytes for info in learned)
+
+
 def _say_time(job: _Job) -> None:
     from llmaas_plugins.training.distillation_costs import distillation_seconds
 
@@ -239,13 +249,13 @@ def _trained_tokens(job: _Job) -> int:
 
 def _judged(job: _Job, what: str) -> Any:
     """Return the quality of each window held out; of none in other processes than the first."""
-    from llmaas_plugins.training.distillation import JUDGED, judge
+    from llmaas_plugins.training.distillation import judge
 
     if not job.workers.is_first:
         return {}
-    windows = job.texts.held_out
-    with job.bar(what, len(JUDGED) * windows.size) as bar:
-        return judge(job.student, windows, job.recipe.n_prompt, progress=bar.update)
+    windows, recipe = job.texts.held_out, job.recipe
+    with job.bar(what, len(recipe.judged) * windows.size) as bar:
+        return judge(job.student, windows, recipe.n_prompt, recipe.judged, bar.update)
 
 
 def _judged_older(job: _Job, path: Path) -> Any:
