@@ -62,7 +62,9 @@ class CallQueue(forks.Forked):
         self._config = config
         self._log = log
         self.reserve = Reserve(config.state_dir.expanduser() / "reserve")
-        self._turn = threading.Condition(forks.lock())
+        # not the condition's own `with`: that is Python code, where Ctrl-C may leave it locked
+        self._lock = forks.lock()
+        self._turn = threading.Condition(self._lock)
         self._calls: deque[object] = deque()
         self._step = forks.lock()
         self._is_closed = False
@@ -72,7 +74,7 @@ class CallQueue(forks.Forked):
 
     def n_calls(self) -> int:
         """Return the number of calls that run or wait."""
-        with self._turn:
+        with self._lock:
             return len(self._calls)
 
     def run(
@@ -179,7 +181,7 @@ class CallQueue(forks.Forked):
 
     def close(self) -> None:
         """End all calls, and wait until none uses the engine, which its owner may then close."""
-        with self._turn:
+        with self._lock:
             self._is_closed = True
             self._turn.notify_all()
         with self._step:
@@ -229,7 +231,7 @@ class CallQueue(forks.Forked):
     @contextmanager
     def _slot(self) -> Iterator[None]:
         call, most = object(), self._config.max_queue
-        with self._turn:
+        with self._lock:
             if len(self._calls) > most:
                 raise LimitError(
                     f"{len(self._calls)} calls are running or waiting, the limit is {most}. "
@@ -237,11 +239,11 @@ class CallQueue(forks.Forked):
                 )
             self._calls.append(call)
         try:
-            with self._turn:
+            with self._lock:
                 self._turn.wait_for(lambda: self._is_closed or self._calls[0] is call)
             yield
         finally:
-            with self._turn:
+            with self._lock:
                 self._calls.remove(call)
                 self._turn.notify_all()
 

@@ -23,6 +23,35 @@ from llmaas_patches.collecting import Collecting
 __all__ = ["BackgroundWork"]
 
 _log = logging.getLogger("llmaas.patches")
+_LOOK_S = 0.05
+
+
+class _Flag:
+    """Event whose waiting can be interrupted anywhere.
+
+    Ctrl-C inside ``threading.Event`` may leave its lock locked, and who sets it waits forever.
+    """
+
+    __slots__ = ("_is_set", "_lock")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        self._is_set = True
+        with suppress(RuntimeError):  # set before
+            self._lock.release()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self) -> None:
+        while not self._is_set:
+            # another waiter that was interrupted may keep the lock, so look again from time to time
+            if self._lock.acquire(timeout=_LOOK_S):
+                self._lock.release()
 
 
 class _Job:
@@ -32,7 +61,7 @@ class _Job:
         handles: Engine handles whose calls wait for the job.
         run: Function that does the work.
         is_free: Whether the job frees a context; such a job is never dropped.
-        done: Event that is set when the job has ended.
+        done: Flag that is set when the job has ended.
     """
 
     __slots__ = ("done", "handles", "is_free", "run")
@@ -41,7 +70,7 @@ class _Job:
         self.handles = handles
         self.run = run
         self.is_free = is_free
-        self.done = threading.Event()
+        self.done = _Flag()
 
 
 class BackgroundWork(forks.Forked):
@@ -55,7 +84,7 @@ class BackgroundWork(forks.Forked):
         self._collecting = collecting
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._startable = [True]  # the thread that pops this starts the background thread
-        self._ended = threading.Event()
+        self._ended = _Flag()
         self._is_closed = False
         self._workers: set[int] = set()
         self._turn = (
@@ -142,7 +171,7 @@ class BackgroundWork(forks.Forked):
         jobs, self._jobs = self._jobs, queue.SimpleQueue()
         self.pending.clear()
         self._workers.intersection_update({threading.get_ident()})
-        self._ended = threading.Event()  # a parent's thread may have held the old one's lock
+        self._ended = _Flag()  # a parent's thread may have held the old one's lock
         if self._is_closed:
             self._ended.set()
         else:

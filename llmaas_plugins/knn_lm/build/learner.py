@@ -62,7 +62,9 @@ class Learner(forks.Forked):
         """
         self._store, self._key, self._params, self._idle_s = store, key, params, idle_s
         self._natives = natives
-        self._changed = threading.Condition(forks.lock())
+        # not the condition's own `with`: that is Python code, where Ctrl-C may leave it locked
+        self._lock = forks.lock()
+        self._changed = threading.Condition(self._lock)
         self._busy: set[int] = set()
         self._last_end = time.monotonic()
         self._engine: Engine | None = None
@@ -82,7 +84,7 @@ class Learner(forks.Forked):
 
         Otherwise, files that replaced the model's could tie keys to the wrong model.
         """
-        with self._changed:
+        with self._lock:
             self._busy.add(engine.ctx)
             if self._engine is None and engine.load is not None:
                 self._engine = engine
@@ -94,7 +96,7 @@ class Learner(forks.Forked):
 
     def request_ended(self, engine: Engine) -> None:
         """Note the end of a request; learning resumes after a while."""
-        with self._changed:
+        with self._lock:
             self._busy.discard(engine.ctx)
             self._last_end = time.monotonic()
             self._changed.notify_all()
@@ -104,7 +106,7 @@ class Learner(forks.Forked):
 
         If this thread is the learning thread, which may hold the last reference, do not wait.
         """
-        with self._changed:
+        with self._lock:
             self._busy.discard(ctx)
             if self._engine is None or self._engine.ctx != ctx:
                 return
@@ -115,7 +117,7 @@ class Learner(forks.Forked):
 
     def close(self) -> None:
         """End the thread after the batch that it is evaluating."""
-        with self._changed:
+        with self._lock:
             self._is_closed, self._engine = True, None
             self._changed.notify_all()
         if self._thread is not None:
@@ -131,7 +133,7 @@ class Learner(forks.Forked):
         with contextlib.suppress(OSError):  # on Linux this sets the priority of this thread alone
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait(_POLL_S)
                 if self._is_closed:
                     return
@@ -148,7 +150,7 @@ class Learner(forks.Forked):
             except Exception as error:
                 self._fail(error)
             finally:
-                with self._changed:
+                with self._lock:
                     self._is_at_work = False
                     self._changed.notify_all()
 
@@ -161,7 +163,7 @@ class Learner(forks.Forked):
         Raises:
             _Stopped: The engine is being freed.
         """
-        with self._changed:
+        with self._lock:
             while self._engine is not None and not self._is_idle():
                 self._changed.wait(_POLL_S)
             if self._engine is None:
@@ -201,7 +203,7 @@ class Learner(forks.Forked):
             level = logging.WARNING if isinstance(error, StoreError) else logging.ERROR
             _log.log(level, "learning while idle failed: %s", text, exc_info=error)
         self.last_error = text
-        with self._changed:
+        with self._lock:
             self._last_end = time.monotonic() + 60 * self._idle_s
 
 

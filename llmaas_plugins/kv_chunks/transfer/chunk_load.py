@@ -16,6 +16,7 @@ from llmaas_plugins import _native
 from llmaas_plugins._native import KVGeometry, NativeError
 from llmaas_plugins.kv_chunks.store.chunk_reader import ChunkReader
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["CellSegment", "ChunkLoad", "Decode", "Gap", "ReadTimer", "split_records"]
 
@@ -84,7 +85,8 @@ class ChunkLoad(NamedTuple):
         """
         gap = 0
         while chunks:
-            n_chunks, segment = self._leading(chunks, start, buffer)
+            with signals_wait():  # what is fetched is pinned until it is decoded
+                n_chunks, segment = self._leading(chunks, start, buffer)
             if segment is None:
                 n_chunks = _n_absent(chunks)
                 gap += count_tokens(chunks[:n_chunks])

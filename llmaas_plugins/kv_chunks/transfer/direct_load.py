@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
 from llmaas_plugins.kv_chunks.transfer.chunk_load import ChunkLoad, split_records
-from llmaas_plugins.kv_chunks.transfer.waiting import wait_for_all
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["load_into_cells"]
 
@@ -44,7 +44,8 @@ def load_into_cells(
         return load.load_record(jobs[i], first_cells[i], decode)
 
     order = sorted(range(len(jobs)), key=lambda i: jobs[i][0].ram != ABSENT)  # disk reads first
-    n_sound = _run_shared(threads, work, order)
+    with signals_wait():  # threads write into the cells
+        n_sound = _run_shared(threads, work, order)
     leading = itertools.takewhile(lambda i: n_sound[i] == len(jobs[i]), range(len(jobs)))
     n_whole = sum(1 for _ in leading)
     return sum(n_sound[i] for i in range(min(n_whole + 1, len(jobs))))
@@ -84,4 +85,4 @@ def _run_shared(threads: Executor, work: Callable[[int], int], order: Sequence[i
         done = {i: work(i) for i in reversed(order) if futures[i].cancel()}
         return [done[i] if i in done else futures[i].result() for i in range(len(order))]
     finally:
-        wait_for_all([future for future in futures.values() if not future.cancel()])
+        wait([future for future in futures.values() if not future.cancel()])

@@ -26,7 +26,7 @@ from llmaas_plugins.kv_chunks.transfer.chunk_load import (
 )
 from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
-from llmaas_plugins.kv_chunks.transfer.waiting import wait_for_all
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["SegmentLoader", "Workers"]
 
@@ -43,7 +43,8 @@ class _ThreadPool(ThreadPoolExecutor):
     def submit(self, job: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
         """Run ``job`` in a thread of the pool."""
         try:
-            return super().submit(job, *args, **kwargs)
+            with signals_wait():
+                return super().submit(job, *args, **kwargs)
         except RuntimeError:
             done: Future[_T] = Future()
             try:
@@ -195,8 +196,10 @@ class _BufferRing:
     def close(self) -> None:
         """Cancel pending jobs and wait for running ones."""
         futures: list[Future[Any]] = list(itertools.chain(*self._reads, *self._jobs))
-        wait_for_all([future for future in futures if not future.cancel()])
+        with signals_wait():  # threads write into the buffers
+            wait([future for future in futures if not future.cancel()])
 
+    @signals_wait()
     def _read_ahead(self) -> None:
         """Submit reads of parts that the engine has not taken yet, up to ``_ahead_bytes``."""
         while self._ahead_bytes and len(self._reads) < len(self._parts):
@@ -208,6 +211,7 @@ class _BufferRing:
             reads.append([])
             reads[i].extend(submit(self._load.prefetch, record) for record in self._records[i])
 
+    @signals_wait()
     def _decode(self, i: int) -> None:
         """Submit the jobs that fill part ``i``'s buffer."""
         part, records = self._parts[i], self._records[i]
@@ -229,8 +233,9 @@ _PartJobs = list[Future[int]]
 
 def _n_sound(job: _PartJobs) -> int:
     """Wait for all jobs of a part; return how many of its chunks are in the blob."""
-    wait(job)
-    return sum(future.result() for future in job)
+    with signals_wait():
+        wait(job)
+        return sum(future.result() for future in job)
 
 
 def _bytes(chunks: Iterable[Chunk]) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
 import threading
 import time
 
 import pytest
 from forking import in_child
+from interrupting import Interruption
 
+from llmaas_patches import background as background_module
 from llmaas_patches.background import BackgroundWork
 from llmaas_patches.collecting import Collecting
 
@@ -39,6 +43,24 @@ def test_settle_waits_under_every_handle(background):
         background.settle(handle)
         assert done == ["llmaas-background"]
         assert background.pending == {}
+
+
+def test_ctrl_c_anywhere_in_settle_stops_nobody():
+    for n in itertools.count(1):
+        background, gate = BackgroundWork(Collecting()), queue.SimpleQueue()
+        background.defer((1,), lambda gate=gate: gate.get(timeout=60))
+        opens = threading.Timer(0.005, gate.put, [None])
+        opens.start()
+        with Interruption(n, background_module, threading) as interruption:
+            background.settle(1)
+        closes = threading.Thread(target=background.close, daemon=True)
+        closes.start()
+        closes.join(30)
+        assert not closes.is_alive(), interruption.where
+        opens.join()
+        if not interruption.came:
+            break
+    assert n > 5
 
 
 def test_settle_of_another_engine_does_not_wait(background):
@@ -107,13 +129,13 @@ def test_after_close_work_is_dropped_and_nobody_hangs():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
 def test_a_child_closes_what_another_thread_was_closing():
-    """A fork may hit that thread anywhere in its wait, even while it holds the event's lock."""
+    """A fork may hit that thread anywhere in its wait, even while it holds the flag's lock."""
     background = BackgroundWork(Collecting())
     background.close()
     waits, ends = threading.Event(), threading.Event()
 
     def wait():
-        with background._ended._cond:
+        with background._ended._lock:
             waits.set()
             ends.wait(30)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
@@ -30,7 +31,8 @@ from switching import ask
 
 from llmaas_hooks import PluginError
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SCRATCH_SEQUENCE
-from llmaas_plugins.kv_chunks.transfer import chunk_load, waiting
+from llmaas_plugins.kv_chunks.transfer import chunk_load
+from llmaas_plugins.kv_chunks.transfer.cell_loader import CellLoader
 
 LAST = PARKED_SEQUENCES[-1]
 
@@ -169,31 +171,31 @@ def test_no_thread_writes_once_a_restore_has_failed(  # noqa: PLR0917
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_no_thread_writes_after_a_second_ctrl_c(make_one, stored, monkeypatch, under_way):
-    active, caller, waits = stored(), threading.get_ident(), []
-    store, (writing, started) = store_of(active), under_way
-    fetch, wait = store.reader.fetch, waiting.wait
+@pytest.mark.parametrize("is_direct", [True, False], ids=["to cells", "in segments"])
+def test_ctrl_c_waits_until_chunks_are_in_place(make_one, stored, monkeypatch, is_direct):
+    """Between threads and inside of reads, it would leave locks locked and chunks pinned."""
+    active, came = stored(), []
+    store = store_of(active)
+    fetch, caller = store.reader.fetch, threading.get_ident()
 
     def interrupted(chunks, **options):
-        if threading.get_ident() == caller:
-            assert started.wait(10)
-            raise KeyboardInterrupt
+        if threading.get_ident() == caller and not came:
+            came.append(True)
+            signal.raise_signal(signal.SIGINT)
+            came.append(len(chunks))  # it did not end this call
         return fetch(chunks, **options)
 
-    def interrupted_once(futures):
-        waits.append(len(futures))
-        if len(waits) == 1:
-            raise KeyboardInterrupt
-        return wait(futures)
-
-    with make_one() as llama, monkeypatch.context() as patch:
-        patch.setattr(store.reader, "fetch", interrupted)
-        patch.setattr(waiting, "wait", interrupted_once)
-        with pytest.raises(KeyboardInterrupt):
-            ask(llama, PROMPT, 1)
-        assert not writing
-        assert len(waits) == 2
+    with make_one() as llama:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.reader, "fetch", interrupted)
+            if not is_direct:
+                patch.setattr(CellLoader, "_load_directly", lambda *_: 0)
+            with pytest.raises(KeyboardInterrupt):
+                ask(llama, PROMPT, 1)
+        assert len(came) == 2
         assert position_after(llama) == 0
+        assert all(chunk.pins == 0 for chunk in path_of(active, llama, PROMPT))
+        assert restore(active, llama, PROMPT)[0].n_loaded == len(PROMPT)
 
 
 @pytest.mark.usefixtures("small_pieces")
