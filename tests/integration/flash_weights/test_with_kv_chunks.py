@@ -20,9 +20,9 @@ settings["flash_attn"] = True
 lines = []
 class Lines(logging.Handler):
     def emit(self, record): lines.append(record.getMessage())
-logging.getLogger("llmaas.flash_weights").addHandler(Lines())
-def suite_of(budget, folder, disk="1 GiB"):
-    kv = {"store": folder, "codec": "lossless", "ram_budget": "1 GiB", "disk_budget": disk}
+logging.getLogger("llmaas").addHandler(Lines())
+def suite_of(budget, folder, disk="1 GiB", **table):
+    kv = {"store": folder, "codec": "lossless", "ram_budget": "1 GiB", "disk_budget": disk} | table
     flash = {"memory_budget": budget, "arena": 4 * MIB}
     return activate({"on_error": "raise", "plugins": {"kv_chunks": kv, "flash_weights": flash}})
 def prompt(i):
@@ -135,3 +135,27 @@ print(json.dumps([budget, peaks, filled, kept, second, errors, lines]))
     assert second < filled
     assert errors == {}
     assert not [line for line in lines if "cannot be met" in line]
+
+
+def test_a_model_loads_if_chunks_can_give_back_enough_for_it(cells):
+    """The larger needs of the shortest usual context, with a full batch, do not count."""
+    script = """
+with tempfile.TemporaryDirectory() as folder:
+    suite = suite_of(resident_bytes() + 250 * MIB, folder)
+    llama = Llama(path, **settings)
+    ask(llama, 1)
+    suite.plugin("flash_weights").set_memory_budget(resident_bytes() + 40 * MIB)
+    ask(llama, 12)
+    filled = ram()
+    second = Llama(path, **settings | {"n_ctx": 64, "n_batch": 32})
+    second.eval(prompt(0)[:40])
+    left, mode = ram(), report("flash_weights")["mode"]
+    second.close()
+    llama.close()
+    suite.deactivate()
+print(json.dumps([filled, left, mode]))
+"""
+    filled, left, mode = run(cells, PRELUDE + script)
+    assert 20 < filled <= 40
+    assert left < filled - 4
+    assert mode == "exact"
