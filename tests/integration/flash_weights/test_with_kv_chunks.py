@@ -159,3 +159,29 @@ print(json.dumps([filled, left, mode]))
     assert 20 < filled <= 40
     assert left < filled - 4
     assert mode == "exact"
+
+
+def test_contexts_are_stored_again_after_a_shortage_at_the_first_request(cells):
+    script = """
+with tempfile.TemporaryDirectory() as folder:
+    suite = suite_of(resident_bytes() + 250 * MIB, folder)
+    llama = Llama(path, **settings)
+    suite.plugin("flash_weights").set_memory_budget(resident_bytes() + 50 * MIB)
+    mine = np.ones(60 * MIB, np.uint8)
+    ask(llama, 2)
+    short, told = report("kv_chunks"), list(lines)
+    del mine; time.sleep(0.3)
+    ask(llama, 2)
+    ask(llama, 2)
+    after, errors = report("kv_chunks"), suite.status()["errors"]
+    llama.close()
+    suite.deactivate()
+print(json.dumps([short, told, after, errors]))
+"""
+    short, told, after, errors = run(cells, PRELUDE + script)
+    assert short["chunks"] == 0
+    assert short["no_room"] >= 1
+    assert short["left_alone"] == after["left_alone"] == []
+    assert len([line for line in told if "are not saved" in line]) == 1
+    assert after["restored_tokens"] > 200
+    assert errors == {}
