@@ -185,3 +185,27 @@ print(json.dumps([short, told, after, errors]))
     assert len([line for line in told if "are not saved" in line]) == 1
     assert after["restored_tokens"] > 200
     assert errors == {}
+
+
+def test_spare_cells_leave_room_for_chunks_until_contexts_are_parked(cells):
+    """The 64 MiB of spare cells take no memory yet, and ask for it before they do."""
+    script = """
+with tempfile.TemporaryDirectory() as folder:
+    suite = suite_of(resident_bytes() + 250 * MIB, folder, parked_tokens=4096)
+    llama = Llama(path, **settings)
+    ask(llama, 1)
+    budget = resident_bytes() + 30 * MIB
+    suite.plugin("flash_weights").set_memory_budget(budget)
+    obtainable = report("kv_chunks")["obtainable_bytes"] / MIB
+    forget_peak()
+    ask(llama, 12)
+    ask(llama, 4)
+    over, restored = peak() - budget, report("kv_chunks")["restored_tokens"]
+    llama.close()
+    suite.deactivate()
+print(json.dumps([obtainable, over, restored]))
+"""
+    obtainable, over, restored = run(cells, PRELUDE + script)
+    assert 12 < obtainable <= 30 + 16
+    assert over <= 0
+    assert restored > 200
