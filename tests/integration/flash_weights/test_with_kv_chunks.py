@@ -166,8 +166,14 @@ def test_contexts_are_stored_again_after_a_shortage_at_the_first_request(cells):
 with tempfile.TemporaryDirectory() as folder:
     suite = suite_of(resident_bytes() + 250 * MIB, folder)
     llama = Llama(path, **settings)
+    ask(llama, 1, 9)  # a later run finds the layout of the cells and a context
+    llama.close()
+    suite.deactivate()
+    suite = suite_of(resident_bytes() + 250 * MIB, folder)
+    llama = Llama(path, **settings)
     suite.plugin("flash_weights").set_memory_budget(resident_bytes() + 50 * MIB)
     mine = np.ones(60 * MIB, np.uint8)
+    ask(llama, 1, 9)
     ask(llama, 2)
     short, told = report("kv_chunks"), list(lines)
     del mine; time.sleep(0.3)
@@ -179,10 +185,12 @@ with tempfile.TemporaryDirectory() as folder:
 print(json.dumps([short, told, after, errors]))
 """
     short, told, after, errors = run(cells, PRELUDE + script)
-    assert short["chunks"] == 0
-    assert short["no_room"] >= 1
+    assert short["chunks"] == 240 // 16
+    assert short["restores"] == 0
+    assert short["no_room"] > 2
     assert short["left_alone"] == after["left_alone"] == []
-    assert len([line for line in told if "are not saved" in line]) == 1
+    for refused in ("contexts are not loaded", "cells are not saved"):
+        assert len([line for line in told if refused in line]) == 1
     assert after["restored_tokens"] > 200
     assert errors == {}
 
