@@ -147,7 +147,7 @@ class FlashWeights:
         names = [name for name, info in tensors.items() if info.is_matrix]
         packed = self._packed(load.path, tensors)
         with self._advisory():
-            _with_room(lambda: self._prepare(load.path, tensors))
+            self._prepare(load.path, tensors)
         # The parameters are changed last: after a refusal above, the model may be loaded as the app
         # asked.
         # llama.cpp reads each tensor as a whole here, and direct I/O would take twice the memory
@@ -260,21 +260,29 @@ class FlashWeights:
             UnmetBudgetError: The memory cannot be released. The message gives the least budget
                 with the shortest context.
         """
-        residency, metadata = self._residency, metadata_of(Path(path))
+        metadata = metadata_of(Path(path))
         sizes = sizes_of(tensors, metadata, _SHORTEST)
         gc.collect()
+        release_memory()  # memory that checking the files took
+        residency = self._residency
+        try:
+            process = _with_room(lambda: self._make_loading_room(sizes))
+        except UnmetBudgetError:
+            with residency.lock:
+                residency.look()
+                needed = self._needed(sizes)
+                require(residency.budget, residency.others(), needed, _SHORTEST)
+            raise
+        self._loads[path] = _Loading(tensors, metadata, process)
+
+    def _make_loading_room(self, sizes: ModelSizes) -> int:
+        """Make room for loading a model; return the bytes of the process for ``_Loading``."""
+        residency = self._residency
         with residency.lock:
-            release_memory()  # memory that checking the files took
             residency.look()
             process = residency.others() - process_memory.releasable()
-            self._loads[path] = _Loading(tensors, metadata, process)
-            try:
-                residency.make_room(sizes.resident + sizes.app + sizes.largest)
-            except UnmetBudgetError:
-                del self._loads[path]
-                total = process + process_memory.releasable()
-                require(residency.budget, total, self._needed(sizes), _SHORTEST)
-                raise
+            residency.make_room(sizes.resident + sizes.app + sizes.largest)
+            return process
 
     def _reserve(self, create: ContextCreate, loading: _Loading) -> _Growth:
         """Make other contexts release memory for a new one; return what it will need later.
@@ -356,14 +364,19 @@ class FlashWeights:
 
 
 def _with_room(attempt: Callable[[], _T]) -> _T:
-    """Return the result of ``attempt``; on a shortage, let others release memory and try again."""
-    try:
-        return attempt()
-    except UnmetBudgetError as error:
-        if error.missing > process_memory.releasable():
-            raise
-        process_memory.release(error.missing + MARGIN_BYTES)
-    return attempt()
+    """Return the result of ``attempt``; on a shortage, let others release memory and try again.
+
+    It tries again as long as others can release what is missing, because the process may grow
+    meanwhile.
+    """
+    while True:
+        try:
+            return attempt()
+        except UnmetBudgetError as error:
+            if error.missing > process_memory.releasable():
+                raise
+            if not process_memory.release(error.missing + MARGIN_BYTES):
+                raise
 
 
 def _n_ctx(create: ContextCreate) -> int:

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from llama_cpp import llama_cpp
+
 from llmaas_hooks import FileWeights, NativeContext, UnmetBudgetError, forks
 from llmaas_plugins import process_memory
 from llmaas_plugins.flash_weights.memory import (
@@ -78,7 +80,7 @@ class _Model:
         with contextlib.suppress(ReferenceError):  # the garbage collector freed a context meanwhile
             self.seen = self.weights.stats()
             self.untouched = sum(
-                context.untouched_bytes()
+                _untouched_bytes(context)
                 for ctx, context in list(self.contexts.items())
                 if ctx not in self.growth
             )
@@ -165,7 +167,7 @@ class Residency:
         """Count the compute buffers that a context of a model in memory will touch."""
         with self.lock:
             self._unstreamed[context.ctx] = context
-            self._untouched[context.ctx] = context.untouched_bytes()
+            self._untouched[context.ctx] = _untouched_bytes(context)
         self.relieve()
 
     def remove(self, ctx: int) -> None:
@@ -223,7 +225,7 @@ class Residency:
                 model.look()
         if (context := self._unstreamed.get(ctx)) is not None:
             with contextlib.suppress(ReferenceError):
-                self._untouched[ctx] = context.untouched_bytes()
+                self._untouched[ctx] = _untouched_bytes(context)
 
     def needed(self) -> int:
         """Return the least bytes that the current models need."""
@@ -333,6 +335,20 @@ class Residency:
             self._is_crowded = True
         else:
             self._is_crowded = False
+
+
+def _untouched_bytes(context: NativeContext) -> int:
+    """Return the bytes that a context may touch without asking: its buffers and the app's cells.
+
+    Whoever added cells to those of the app asks for their memory before using it.
+    """
+    cells, n_bytes = context.cells(), context.untouched_bytes()
+    if not cells.n:
+        return n_bytes
+    n_added = max(0, cells.n - int(llama_cpp.llama_n_ctx(context.ctx)))  # which hides added cells
+    added_bytes = n_added * (cells.n_bytes // cells.n)
+    n_touched = max(0, cells.touched_bytes - (cells.n_bytes - added_bytes))
+    return max(0, n_bytes - max(0, added_bytes - n_touched))
 
 
 def _change(pair: tuple[_Model, int]) -> int:

@@ -26,6 +26,11 @@ class RamSpace:
         self._closed_owners: deque[Hashable] = deque()
 
     @property
+    def ram_budget(self) -> int:
+        """Bytes of the RAM tier without a memory limit of the process."""
+        return self._residency.ram.capacity
+
+    @property
     def capacity(self) -> int:
         """Bytes of the RAM tier that it has or gets within the memory limit of the process."""
         mine = self._residency.ram.capacity - self._process.withheld_bytes

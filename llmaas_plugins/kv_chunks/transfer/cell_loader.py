@@ -26,6 +26,7 @@ from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
 from llmaas_plugins.kv_chunks.transfer.pipeline import SegmentLoader
 from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun, LoadPlan, plan_load
 from llmaas_plugins.kv_chunks.transfer.recompute import evaluate
+from llmaas_plugins.kv_chunks.transfer.staging import NoRoomNowError
 
 __all__ = ["CellLoader", "LoadResult"]
 
@@ -75,7 +76,10 @@ class CellLoader:
         self._failures = FailureLog(_log, logging.WARNING)
 
     def open(self, root: bytes) -> bool:
-        """Allocate transfer buffers; return False while the layout of the cells is unknown.
+        """Allocate transfer buffers; return False if nothing can be loaded now.
+
+        That is so while the layout of the cells is unknown, and while the process leaves no room
+        to the buffers.
 
         Args:
             root: Root under which the layout may be stored.
@@ -90,11 +94,15 @@ class CellLoader:
             return False
         try:
             self._segments = SegmentLoader(self._store, self._staging, self._workers, geometry)
+        except NoRoomNowError as error:
+            self._failures.failed("contexts are not loaded: %s", error)
+            return False
         except BudgetError:
             if self._layout.is_measured:
                 raise
             self._layout.reject()
             return False
+        self._failures.worked()
         self._opened_geometry = geometry
         self._layout.use(geometry)
         return True

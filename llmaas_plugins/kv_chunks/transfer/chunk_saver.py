@@ -17,7 +17,7 @@ from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, ChunkId
 from llmaas_plugins.kv_chunks.transfer.cell_layout import CellLayout
 from llmaas_plugins.kv_chunks.transfer.cells import KVCells
 from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
-from llmaas_plugins.kv_chunks.transfer.staging import Staging
+from llmaas_plugins.kv_chunks.transfer.staging import NoRoomNowError, Staging
 
 __all__ = ["ChunkSaver"]
 
@@ -61,7 +61,11 @@ class ChunkSaver:
                 self._layout.measure(root)  # the stored layout may be damaged
             return
         geometry = self._layout.measure(root)
-        step = Staging.BUFFERS * self._staging.segment_chunks(geometry)
+        try:
+            step = Staging.BUFFERS * self._staging.segment_chunks(geometry)
+        except NoRoomNowError as error:  # the next request tries again
+            self._failures.failed("cells are not saved: %s", error)
+            return
         with self._staging.lock:
             for run in _runs(missing, step, self._window_chunks):
                 if not self._save_run(geometry, run, ids, n_tokens, bits):

@@ -12,9 +12,13 @@ from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
 
-__all__ = ["Staging"]
+__all__ = ["NoRoomNowError", "Staging"]
 
 _SHARE = 16
+
+
+class NoRoomNowError(BudgetError):
+    """The process leaves too little of the RAM tier to the transfer buffers; later it may do."""
 
 
 class Staging:
@@ -45,6 +49,7 @@ class Staging:
         A segment has the wanted size, but at most 1/16 of the RAM tier and at least one chunk.
 
         Raises:
+            NoRoomNowError: There is no room for segments of one chunk now.
             BudgetError: The budget has no room for segments of one chunk.
         """
         one = _native.blob_size(geometry, CHUNK_TOKENS)
@@ -66,16 +71,22 @@ class Staging:
             return
         area = self._space.allocate_buffer(n_bytes)
         if area is None:
-            raise BudgetError(
-                f"this model needs {n_bytes} bytes of transfer buffers, but the RAM tier has only "
-                f"{self._space.capacity}; set plugins.kv_chunks.ram_budget to at least "
-                f"{_SHARE * n_bytes // self.BUFFERS}{self._limited()}"
-            )
+            raise self._refusal(n_bytes)
         if len(self.all_buffers):
             self._space.free_buffer(self.all_buffers)
         self.all_buffers = area
 
-    def _limited(self) -> str:
-        if not self._space.withheld_bytes:
-            return ""
-        return ", and raise plugins.flash_weights.memory_budget, which leaves no more to it"
+    def _refusal(self, n_bytes: int) -> BudgetError:
+        found = (
+            f"this model needs {n_bytes} bytes of transfer buffers, but the RAM tier has only "
+            f"{self._space.capacity}"
+        )
+        if self._space.withheld_bytes and n_bytes <= self._space.ram_budget:
+            return NoRoomNowError(
+                f"{found} now; raise plugins.flash_weights.memory_budget, which leaves no more to "
+                "it"
+            )
+        return BudgetError(
+            f"{found}; set plugins.kv_chunks.ram_budget to at least "
+            f"{_SHARE * n_bytes // self.BUFFERS}"
+        )

@@ -20,9 +20,9 @@ settings["flash_attn"] = True
 lines = []
 class Lines(logging.Handler):
     def emit(self, record): lines.append(record.getMessage())
-logging.getLogger("llmaas.flash_weights").addHandler(Lines())
-def suite_of(budget, folder, disk="1 GiB"):
-    kv = {"store": folder, "codec": "lossless", "ram_budget": "1 GiB", "disk_budget": disk}
+logging.getLogger("llmaas").addHandler(Lines())
+def suite_of(budget, folder, disk="1 GiB", **table):
+    kv = {"store": folder, "codec": "lossless", "ram_budget": "1 GiB", "disk_budget": disk} | table
     flash = {"memory_budget": budget, "arena": 4 * MIB}
     return activate({"on_error": "raise", "plugins": {"kv_chunks": kv, "flash_weights": flash}})
 def prompt(i):
@@ -135,3 +135,85 @@ print(json.dumps([budget, peaks, filled, kept, second, errors, lines]))
     assert second < filled
     assert errors == {}
     assert not [line for line in lines if "cannot be met" in line]
+
+
+def test_a_model_loads_if_chunks_can_give_back_enough_for_it(cells):
+    """The larger needs of the shortest usual context, with a full batch, do not count."""
+    script = """
+with tempfile.TemporaryDirectory() as folder:
+    suite = suite_of(resident_bytes() + 250 * MIB, folder)
+    llama = Llama(path, **settings)
+    ask(llama, 1)
+    suite.plugin("flash_weights").set_memory_budget(resident_bytes() + 40 * MIB)
+    ask(llama, 12)
+    filled = ram()
+    second = Llama(path, **settings | {"n_ctx": 64, "n_batch": 32})
+    second.eval(prompt(0)[:40])
+    left, mode = ram(), report("flash_weights")["mode"]
+    second.close()
+    llama.close()
+    suite.deactivate()
+print(json.dumps([filled, left, mode]))
+"""
+    filled, left, mode = run(cells, PRELUDE + script)
+    assert 20 < filled <= 40
+    assert left < filled - 4
+    assert mode == "exact"
+
+
+def test_contexts_are_stored_again_after_a_shortage_at_the_first_request(cells):
+    script = """
+with tempfile.TemporaryDirectory() as folder:
+    suite = suite_of(resident_bytes() + 250 * MIB, folder)
+    llama = Llama(path, **settings)
+    ask(llama, 1, 9)  # a later run finds the layout of the cells and a context
+    llama.close()
+    suite.deactivate()
+    suite = suite_of(resident_bytes() + 250 * MIB, folder)
+    llama = Llama(path, **settings)
+    suite.plugin("flash_weights").set_memory_budget(resident_bytes() + 50 * MIB)
+    mine = np.ones(60 * MIB, np.uint8)
+    ask(llama, 1, 9)
+    ask(llama, 2)
+    short, told = report("kv_chunks"), list(lines)
+    del mine; time.sleep(0.3)
+    ask(llama, 2)
+    ask(llama, 2)
+    after, errors = report("kv_chunks"), suite.status()["errors"]
+    llama.close()
+    suite.deactivate()
+print(json.dumps([short, told, after, errors]))
+"""
+    short, told, after, errors = run(cells, PRELUDE + script)
+    assert short["chunks"] == 240 // 16
+    assert short["restores"] == 0
+    assert short["no_room"] > 2
+    assert short["left_alone"] == after["left_alone"] == []
+    for refused in ("contexts are not loaded", "cells are not saved"):
+        assert len([line for line in told if refused in line]) == 1
+    assert after["restored_tokens"] > 200
+    assert errors == {}
+
+
+def test_spare_cells_leave_room_for_chunks_until_contexts_are_parked(cells):
+    """The 64 MiB of spare cells take no memory yet, and ask for it before they do."""
+    script = """
+with tempfile.TemporaryDirectory() as folder:
+    suite = suite_of(resident_bytes() + 250 * MIB, folder, parked_tokens=4096)
+    llama = Llama(path, **settings)
+    ask(llama, 1)
+    budget = resident_bytes() + 30 * MIB
+    suite.plugin("flash_weights").set_memory_budget(budget)
+    obtainable = report("kv_chunks")["obtainable_bytes"] / MIB
+    forget_peak()
+    ask(llama, 12)
+    ask(llama, 4)
+    over, restored = peak() - budget, report("kv_chunks")["restored_tokens"]
+    llama.close()
+    suite.deactivate()
+print(json.dumps([obtainable, over, restored]))
+"""
+    obtainable, over, restored = run(cells, PRELUDE + script)
+    assert 12 < obtainable <= 30 + 16
+    assert over <= 0
+    assert restored > 200

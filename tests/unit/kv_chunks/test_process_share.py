@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from stored_chunks import put
 
+from llmaas_hooks import BudgetError
 from llmaas_plugins import process_memory
 from llmaas_plugins._native import Budget, KVGeometry
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.extents import PAGE
-from llmaas_plugins.kv_chunks.transfer.staging import Staging
+from llmaas_plugins.kv_chunks.transfer.staging import NoRoomNowError, Staging
 
 ROOT = b"r" * 32
 GEOM = KVGeometry(1, False, 1, 1, (64,), (64,))  # a chunk is one page
@@ -141,7 +142,7 @@ def test_without_a_disk_chunks_are_lost_and_transfer_buffers_stay():
     store.space.free_buffer(area)
 
 
-def test_transfer_buffers_are_smaller_or_refused_with_the_cause(limit):
+def test_transfer_buffers_are_smaller_or_refused_for_now_with_the_cause(limit):
     limit.left = 8 << 20
     store = ChunkStore(Budget(256 << 20), None)
     staging = Staging(store.space)
@@ -149,8 +150,18 @@ def test_transfer_buffers_are_smaller_or_refused_with_the_cause(limit):
     assert 3 * n_chunks * PAGE <= 8 << 20
     limit.left = PAGE
     store = ChunkStore(Budget(256 << 20), None)
-    with pytest.raises(MemoryError, match=r"raise plugins\.flash_weights\.memory_budget"):
+    staging = Staging(store.space)
+    with pytest.raises(NoRoomNowError, match=r"raise plugins\.flash_weights\.memory_budget"):
+        staging.segment_chunks(GEOM)
+    limit.left = 8 << 20
+    assert staging.segment_chunks(GEOM) == n_chunks
+
+
+def test_a_tier_too_small_for_transfer_buffers_is_refused_for_good(limit):
+    store = ChunkStore(Budget(2 * PAGE), None)
+    with pytest.raises(BudgetError, match="ram_budget to at least") as caught:
         Staging(store.space).segment_chunks(GEOM)
+    assert not isinstance(caught.value, NoRoomNowError)
 
 
 def test_threads_are_not_granted_the_same_bytes(limit):
