@@ -18,6 +18,26 @@ Before each such character, llama.cpp's SentencePiece tokenizer grows its output
 needed (``llm_tokenizer_spm_session::resegment``), and so copies all of it, 4 bytes a token. The
 product bounds these copies; they take at most 1 to 3 s.
 """
+_MOST_MATCHED = 12_000
+"""Most characters that llama.cpp may have to match at once.
+
+Most BPE models have llama.cpp split texts by ``std::regex``, which recurses once for each character
+that it matches: with 8 MiB of stack, about 27,000 characters end the process.
+"""
+_OWN_SPLITS = frozenset({"gpt-2", "llama-bpe", "qwen2", "smollm", "refact", "gemma4"})
+"""Values of ``tokenizer.ggml.pre`` for which llama.cpp splits by code of its own instead."""
+_ENDS = np.array(
+    [*map(ord, ".,!?"), 0x2026, 0x3001, 0x3002, 0xFF0C, 0x0964, 0x06D4, 0x060C], np.uint32
+)
+"""Punctuation that ends a match, also that of Chinese, Hindi, Urdu and Arabic."""
+_SPACES = np.array([*range(9, 14), 32, 0x85, 0xA0, *range(0x2000, 0x200B), 0x3000], np.uint32)
+_MOST_COMPARED = 1 << 28
+"""Most comparisons with the tokens that llama.cpp searches for one by one; they take 1 to 2 s."""
+_SEARCHED = (
+    llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+    | llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+    | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+)
 _N_CODE_POINTS = 0x110000
 _SPACE, _ESCAPED_SPACE = ord(" "), 0x2581
 
@@ -40,10 +60,12 @@ class _Vocabulary(NamedTuple):
 
     Attributes:
         longest: Bytes of the longest token.
+        n_searched: Number of tokens that texts are searched for, by their first byte.
         has_token: Whether each code point is a token by itself; None if that does not matter.
     """
 
     longest: int
+    n_searched: NDArray[np.int64]
     has_token: NDArray[np.bool_] | None
 
 
@@ -58,10 +80,10 @@ def check_text(llama: Any, text: bytes) -> None:
 
     Raises:
         TextTooLongError: Even with the longest tokens, the text does not fit into the context; or
-            too many of its characters, one after another, have no token.
+            it would take too long, or more stack than there is.
     """
     n_ctx = llama.n_ctx()
-    if len(text) <= n_ctx and len(text) ** 2 <= _MOST_COPIED:
+    if len(text) <= min(n_ctx, _MOST_MATCHED):
         return
     kind = llama_cpp.llama_vocab_type(llama_cpp.llama_model_get_vocab(llama.model))
     if kind not in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE):
@@ -73,12 +95,35 @@ def check_text(llama: Any, text: bytes) -> None:
         raise TextTooLongError(
             f"Requested tokens ({least}) exceed context window of {n_ctx}", least
         )
-    if vocabulary.has_token is not None:
-        _check_run(text, vocabulary.has_token)
-
-
-def _check_run(text: bytes, has_token: NDArray[np.bool_]) -> None:
+    _check_searched(text, vocabulary.n_searched)
     points = np.frombuffer(text.decode(errors="replace").encode("utf-32-le"), np.uint32)
+    if vocabulary.has_token is not None:
+        _check_run(text, points, vocabulary.has_token)
+    elif llama.metadata.get("tokenizer.ggml.pre") not in _OWN_SPLITS:
+        _check_matched(points)
+
+
+def _check_searched(text: bytes, n_searched: NDArray[np.int64]) -> None:
+    counts = np.bincount(np.frombuffer(text, np.uint8), minlength=256)
+    if (n := int(counts @ n_searched)) > _MOST_COMPARED:
+        raise TextTooLongError(
+            f"This text of {len(text)} bytes may begin one of the model's special tokens in {n} "
+            f"ways, the limit is {_MOST_COMPARED}: tokenizing it would take too long. Shorten it."
+        )
+
+
+def _check_matched(points: NDArray[np.uint32]) -> None:
+    kinds = np.isin(points, _SPACES) + 2 * np.isin(points, _ENDS)
+    ends = np.flatnonzero(np.diff(kinds, append=-1))
+    if (run := int(np.diff(ends, prepend=-1).max())) > _MOST_MATCHED:
+        raise TextTooLongError(
+            f"This text has {run} characters in a row without both white space and punctuation, "
+            f"the limit with this model is {_MOST_MATCHED}: llama.cpp cannot split longer ones. "
+            "Divide them."
+        )
+
+
+def _check_run(text: bytes, points: NDArray[np.uint32], has_token: NDArray[np.bool_]) -> None:
     ends = np.flatnonzero(has_token[points])
     run = int(np.diff(ends, prepend=-1, append=len(points)).max()) - 1
     if run > (most := _MOST_COPIED // len(text)):
@@ -92,10 +137,16 @@ def _read_vocabulary(llama: Any, *, is_spm: bool) -> _Vocabulary:
     vocab = llama_cpp.llama_model_get_vocab(llama.model)
     texts = [llama_cpp.llama_vocab_get_text(vocab, token) for token in range(llama.n_vocab())]
     longest = max(map(len, texts))
+    searched = [
+        text[0]
+        for token, text in enumerate(texts)
+        if text and llama_cpp.llama_vocab_get_attr(vocab, token) & _SEARCHED
+    ]
+    n_searched = np.bincount(np.array(searched, np.int64), minlength=256)
     if not is_spm:
-        return _Vocabulary(longest, None)
+        return _Vocabulary(longest, n_searched, None)
     has_token = np.zeros(_N_CODE_POINTS, np.bool_)
     characters = (text.decode(errors="ignore") for text in texts)
     has_token[[ord(one) for one in characters if len(one) == 1]] = True
     has_token[_SPACE] |= has_token[_ESCAPED_SPACE]
-    return _Vocabulary(longest, has_token)
+    return _Vocabulary(longest, n_searched, has_token)

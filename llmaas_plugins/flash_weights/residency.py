@@ -251,7 +251,10 @@ class Residency:
             return self._budget - SPARE_BYTES - MARGIN_BYTES - taken
 
     def grant(self, n_bytes: int) -> int:
-        """Let weights make room for up to ``n_bytes`` more; return the bytes that may be taken."""
+        """Let weights make room for up to ``n_bytes`` more; return the bytes that may be taken.
+
+        Without a configured budget nothing is denied: weights make what room they can.
+        """
         with self.lock:
             room = self.room()
             granted = n_bytes if room is None else max(0, min(n_bytes, room))
@@ -259,7 +262,7 @@ class Residency:
                 try:
                     self.make_room(granted)
                 except UnmetBudgetError:  # a batch that just ended took more
-                    return 0
+                    return n_bytes if room is None else 0
             return granted
 
     def relieve(self, n_bytes: int = 0) -> None:

@@ -48,7 +48,7 @@ _RANGES = {
 """Integers that work. Each request allocates and clears ``last_n_tokens_size`` numbers."""
 
 _OVERRIDE = re.compile(
-    r"[^=]{1,127}=(bool:(true|false|1|0)|int:[+-]?\d{1,18}|float:[+-]?[\d.]+(e[+-]?\d+)?"
+    r"[^=]{1,127}=(bool:(true|false|1|0)|int:[+-]?\d{1,18}|float:[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
     r"|str:[^=:]{0,127})",
     re.ASCII | re.IGNORECASE,
 )

@@ -46,6 +46,9 @@ __all__ = [
 REFUSED = ".refused"
 """Suffix for a file that is not a chat export; the file is left for the user to inspect."""
 
+_NAME_BYTES = 255
+"""Most bytes of a file's name."""
+
 _ENDINGS = (".json", ".jsonl")
 _OWN = re.compile(r"\d{20}-[0-9a-f]{8}\.jsonl")
 _COPYING_S = 5.0
@@ -220,8 +223,9 @@ def refuse(path: Path) -> Path:
     """
     is_directory = stat.S_ISDIR(path.lstat().st_mode)
     for number in itertools.count(1):
-        name = path.name if number == 1 else f"{path.name}.{number}"
-        place = path.with_name(name + REFUSED)
+        end = REFUSED if number == 1 else f".{number}{REFUSED}"
+        name = os.fsencode(path.name)[: _NAME_BYTES - len(end)]  # a long name is cut
+        place = path.with_name(os.fsdecode(name) + end)
         try:
             (place.mkdir if is_directory else place.touch)(exist_ok=False)
         except FileExistsError:

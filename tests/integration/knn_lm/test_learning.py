@@ -137,6 +137,8 @@ def test_files_that_are_put_aside_replace_no_earlier_ones(tmp_path):
     (tmp_path / "folder.json").mkdir()
     assert refuse(tmp_path / "folder.json").is_dir()
     assert len(list(tmp_path.iterdir())) == 4
+    (tmp_path / ("a" * 250 + ".json")).write_text("fourth")
+    assert refuse(tmp_path / ("a" * 250 + ".json")).name == "a" * 247 + ".refused"
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ def test_another_model_configuration(refused, monkeypatch):
         (["--toy", "--split_mode", "77"], "--split_mode: unknown value 77. Known: 0, 1, 2, 3."),
         (["--toy", "--rope_scaling_type", "9"], "unknown value 9. Known: -1, 0, 1, 2, 3."),
         (["--toy", "--kv_overrides", "a=b"], "expected KEY=TYPE:VALUE with bool, int, float or"),
+        (["--toy", "--kv_overrides", "a=float:1.2.3"], "TYPE, found 'a=float:1.2.3'"),
         (["--toy", "--kv_overrides", "a=int:x"], "float or str as TYPE, found 'a=int:x'"),
         (["--toy", "--uds", "s", "--host", "127.0.0.1"], "--host has no effect with --uds"),
         (["--toy", "--uds", "s", "--port", "8000"], "--port has no effect with --uds"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+from gguf import TokenType
 from llama_cpp import Llama
 
+from llmaas_eval.models import finish, open_writer
 from llmaas_plugins.chats.prompts import prompt_tokens
 from llmaas_plugins.chats.text_limit import TextTooLongError, check_text
 
@@ -66,3 +70,70 @@ def test_many_such_characters_are_taken_if_others_are_between_them(large):
 def test_other_tokenizers_are_not_limited(llama, monkeypatch):
     monkeypatch.setattr("llama_cpp.llama_cpp.llama_vocab_type", lambda _: 3)  # WordPiece
     check_text(llama, b" " * LARGE)
+
+
+def byte_tokens():
+    """Return the 256 tokens of single bytes, as byte-level BPE vocabularies spell them."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (chr(256 + n) for n in range(256 - len(shown)))
+    return [chr(byte) if byte in shown else next(others) for byte in range(256)]
+
+
+@pytest.fixture
+def open_vocabulary(tmp_path):
+    """Return a function that opens a file with this vocabulary and nothing else."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(kind, tokens, types, **fields):
+            writer = open_writer(path := tmp_path / "model.gguf", "llama")
+            for name, number in (("context_length", LARGE), ("embedding_length", 64)):
+                writer.add_uint32(f"llama.{name}", number)
+            for name in ("block_count", "feed_forward_length", "attention.head_count"):
+                writer.add_uint32(f"llama.{name}", 1)
+            writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+            writer.add_tokenizer_model(kind)
+            writer.add_token_list(tokens)
+            writer.add_token_types(types)
+            for name, found in fields.items():
+                getattr(writer, f"add_{name}")(found)
+            finish(writer, path)
+            llama = Llama(str(path), n_ctx=LARGE, vocab_only=True, verbose=False)
+            return stack.enter_context(contextlib.closing(llama))
+
+        yield opened
+
+
+@pytest.mark.parametrize("pre", ["gpt-4o", "deepseek-v3", "tekken"])
+def test_runs_that_would_end_the_process_are_refused(open_vocabulary, monkeypatch, pre):
+    types = [TokenType.NORMAL] * 256
+    fields = {"tokenizer_pre": pre, "token_merges": ["a b"]}
+    llama = open_vocabulary("gpt2", byte_tokens(), types, **fields)
+    monkeypatch.setattr(llama, "n_ctx", lambda: LARGE)
+    for text in (b"a" * 12_000, b"!" * 12_000, b" " * 12_000, b"some words " * 30_000):
+        check_text(llama, text)
+        assert len(llama.tokenize(text, add_bos=False)) > 1000
+    for text in (b"a" * 12_001, b"words " + b"!" * 12_001, b" " * 30_000):
+        with pytest.raises(TextTooLongError, match="cannot split longer ones"):
+            check_text(llama, text)
+
+
+def test_runs_are_not_limited_where_llama_cpp_splits_by_itself(open_vocabulary, monkeypatch):
+    types = [TokenType.NORMAL] * 256
+    fields = {"tokenizer_pre": "llama-bpe", "token_merges": ["a b"]}
+    llama = open_vocabulary("gpt2", byte_tokens(), types, **fields)
+    monkeypatch.setattr(llama, "n_ctx", lambda: LARGE)
+    check_text(llama, b"a" * 100_000)
+    assert len(llama.tokenize(b"a" * 100_000, add_bos=False)) == 100_000
+
+
+def test_texts_that_many_tokens_are_searched_in_are_refused(open_vocabulary, monkeypatch):
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "u", "▁"]
+    types = [TokenType.UNKNOWN, *[TokenType.CONTROL] * 2, *[TokenType.BYTE] * 256]
+    types += [TokenType.NORMAL] * 2 + [TokenType.USER_DEFINED] * 6000
+    tokens += [f"<unused{i}>" for i in range(6000)]
+    llama = open_vocabulary("llama", tokens, types, token_scores=[0.0] * len(tokens))
+    monkeypatch.setattr(llama, "n_ctx", lambda: LARGE)
+    check_text(llama, b"u" * 300_000)
+    check_text(llama, b"<u" * 12_000)
+    with pytest.raises(TextTooLongError, match="begin one of the model's special tokens in"):
+        check_text(llama, b"<u" * 100_000)
