@@ -16,14 +16,16 @@ from typing import Any
 __all__ = ["signals_wait"]
 
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
-_NUMBERS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+_NUMBERS: tuple[int, ...] = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+_outer: list[bool] = []
+"""Not empty while the main thread is in a block, so that inner blocks have nothing to do."""
 
 
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
     """Delay Ctrl-C, SIGTERM and all signals with a handler in Python until the block ends."""
     # Python runs signal handlers only in the main thread.
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or _outer:
         yield
         return
     came: dict[int, None] = {}
@@ -32,8 +34,10 @@ def signals_wait() -> Iterator[None]:
     try:
         for number in delayed:
             signal.signal(number, lambda this, _frame: came.setdefault(this))
+        _outer.append(True)
         yield
     finally:
+        _outer.clear()
         _restore(delayed)
         for number in came:
             signal.raise_signal(number)

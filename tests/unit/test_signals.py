@@ -1,0 +1,70 @@
+"""Signals wait until a block ends, whichever handlers they have."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from llmaas_plugins.signals import signals_wait
+
+
+@pytest.fixture(autouse=True)
+def handlers_as_before():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.fixture
+def usr1():
+    """Let SIGUSR1 raise an exception of its own."""
+
+    def stop(*_):
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    yield signal.SIGUSR1
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_ctrl_c_comes_when_the_outermost_block_ends():
+    reached = []
+    with pytest.raises(KeyboardInterrupt):
+        with signals_wait():
+            with signals_wait():
+                signal.raise_signal(signal.SIGINT)
+                reached.append("inside")
+            reached.append("between")
+        reached.append("after")
+    assert reached == ["inside", "between"]
+
+
+def test_every_handler_in_python_waits(usr1):
+    reached = []
+    with pytest.raises(InterruptedError), signals_wait():
+        signal.raise_signal(usr1)
+        reached.append("inside")
+    assert reached == ["inside"]
+
+
+def test_an_error_is_not_lost():
+    with pytest.raises(KeyboardInterrupt) as caught, signals_wait():
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+
+
+def test_other_threads_have_nothing_to_delay():
+    found = []
+
+    def run():
+        with signals_wait():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]
