@@ -32,28 +32,41 @@ def usr1():
 
 def test_ctrl_c_comes_when_the_outermost_block_ends():
     reached = []
-    with pytest.raises(KeyboardInterrupt):
+
+    def work():
         with signals_wait():
             with signals_wait():
                 signal.raise_signal(signal.SIGINT)
                 reached.append("inside")
             reached.append("between")
         reached.append("after")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert reached == ["inside", "between"]
 
 
 def test_every_handler_in_python_waits(usr1):
     reached = []
-    with pytest.raises(InterruptedError), signals_wait():
-        signal.raise_signal(usr1)
-        reached.append("inside")
+
+    def work():
+        with signals_wait():
+            signal.raise_signal(usr1)
+            reached.append("inside")
+
+    with pytest.raises(InterruptedError):
+        work()
     assert reached == ["inside"]
 
 
 def test_an_error_is_not_lost():
-    with pytest.raises(KeyboardInterrupt) as caught, signals_wait():
-        signal.raise_signal(signal.SIGINT)
-        raise ZeroDivisionError
+    def work():
+        with signals_wait():
+            signal.raise_signal(signal.SIGINT)
+            raise ZeroDivisionError
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
     assert isinstance(caught.value.__context__, ZeroDivisionError)
 
 
