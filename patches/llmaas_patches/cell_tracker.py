@@ -149,14 +149,15 @@ class CellTracker:
 
     def takes(self, batch: Any) -> bool:
         """Return whether the app's context has all sequences of the app's own batch."""
-        if self.is_lent or self.is_evaluating or not batch.seq_id:
+        if self.is_lent or self.is_evaluating or not (named := batch.seq_id):
             return True
-        most = self.app_n_seq_max
-        return all(
-            batch.seq_id[i][j] < most
-            for i in range(batch.n_tokens)
-            for j in range(batch.n_seq_id[i] if batch.seq_id[i] else 0)
-        )
+        counts, most = batch.n_seq_id, self.app_n_seq_max
+        for i in range(batch.n_tokens):  # each access of a field takes a third of a microsecond
+            sequences = named[i]
+            for j in range(counts[i]):
+                if sequences[j] >= most:
+                    return False
+        return True
 
     def is_full(self, batch: Any) -> bool:
         """Return whether ``Llama`` is about to evaluate more tokens than the app's context holds.
