@@ -73,6 +73,7 @@ def make_router(service: LLMService, admission: Admission, metrics: Metrics) -> 
         return {**await run_in_threadpool(service.status), "queue": len(admission)}
 
     @router.get("/health")
+    @router.head("/health")
     async def health(response: Response) -> dict[str, Any]:
         if not admission.is_stopping:
             return {"status": "ok"}
