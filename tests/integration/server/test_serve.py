@@ -220,11 +220,6 @@ def test_bad_app_names(server, name):
         server.client.bind(name).new_context()
 
 
-def test_probes_may_ask_for_the_head_only(server):
-    answer = httpx.head(f"{server.address}/health")
-    assert (answer.status_code, answer.content) == (200, b"")
-
-
 def test_clients_cannot_choose_the_address_that_is_logged(server):
     forwarded = {"X-Forwarded-For": "192.0.2.7"}
     assert httpx.get(f"{server.address}/v1/models", headers=forwarded).status_code == 200
