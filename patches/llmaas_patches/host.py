@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llama_cpp import Llama, LlamaState, llama_cpp
@@ -95,6 +96,18 @@ class Host:
         if tracker.must_free_parked and not self.collecting.here():
             self.background.settle(tracker.handles[0])
             tracker.free_at_end()
+
+    @contextmanager
+    def call(self, tracker: CellTracker) -> Iterator[None]:
+        """Keep other threads from freeing plugins' sequences inside a call on a context.
+
+        Enter it before waiting for deferred work, which leaves the cells of a call alone.
+        """
+        try:
+            with tracker.in_call():
+                yield
+        finally:
+            self.free_at_end(tracker)
 
     def disown(self, context_id: str) -> None:
         """Let requests that are still open in a persistent context save nothing at their end.

@@ -6,6 +6,7 @@ import signal
 import threading
 
 import pytest
+from forking import in_child
 
 from llmaas_plugins.signals import signals_wait
 
@@ -81,3 +82,30 @@ def test_other_threads_have_nothing_to_delay():
     thread.start()
     thread.join()
     assert found == [signal.getsignal(signal.SIGINT)]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
+@pytest.mark.parametrize("forks_inside", [True, False], ids=["the block", "another thread"])
+def test_a_forked_child_is_not_left_without_handlers(forks_inside):
+    before, codes = signal.getsignal(signal.SIGINT), []
+
+    def child():
+        if forks_inside:
+            assert signal.getsignal(signal.SIGINT) is not before  # it leaves the block itself
+        else:
+            assert signal.getsignal(signal.SIGINT) is before
+            with signals_wait():
+                assert signal.getsignal(signal.SIGINT) is not before
+            assert signal.getsignal(signal.SIGINT) is before
+
+    def fork():
+        codes.append(in_child(child))
+
+    with signals_wait():
+        if forks_inside:
+            fork()
+        else:
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+    assert codes == [0]

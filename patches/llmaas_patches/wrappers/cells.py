@@ -87,16 +87,13 @@ def _noted(
         tracker = trackers.get(address(handle))
         if tracker is None:
             return original(handle, *args)
-        try:
-            with tracker.in_call():  # first, because deferred work leaves cells of a call alone
-                if pending:
-                    settle(address(handle))
-                note(tracker, args)
-                if tracker.hides and not tracker.is_lent:
-                    return around(tracker, original, (handle, *args))
-                return original(handle, *args)
-        finally:
-            host.free_at_end(tracker)
+        with host.call(tracker):
+            if pending:
+                settle(address(handle))
+            note(tracker, args)
+            if tracker.hides and not tracker.is_lent:
+                return around(tracker, original, (handle, *args))
+            return original(handle, *args)
 
     return noted
 

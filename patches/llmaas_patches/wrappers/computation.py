@@ -52,13 +52,10 @@ def wrap_training(host: Host, original: Function) -> Function:
         if tracker is None:
             original(ctx, *args)
             return
-        try:
-            with tracker.in_call():
-                tracker.changed(0)
-                tracker.give_up_parked()
-                original(ctx, *args)
-        finally:
-            host.free_at_end(tracker)
+        with host.call(tracker):
+            tracker.changed(0)
+            tracker.give_up_parked()
+            original(ctx, *args)
 
     return llama_opt_epoch
 

@@ -105,16 +105,13 @@ def wrap_process(host: Host, original: Function) -> Function:
         if tracker is None:
             prepare(ctx, None)
             return original(ctx, *args)
-        try:
-            exact = nullcontext() if native is None else native.batch_of(address(ctx), _SEVERAL)
-            with tracker.in_call(), exact:
-                prepare(ctx, tracker)
-                tracker.changed(0)
-                if tracker.hides and not tracker.is_lent:
-                    tracker.claimed(original.__name__)
-                return original(ctx, *args)
-        finally:
-            host.free_at_end(tracker)
+        exact = nullcontext() if native is None else native.batch_of(address(ctx), _SEVERAL)
+        with host.call(tracker), exact:
+            prepare(ctx, tracker)
+            tracker.changed(0)
+            if tracker.hides and not tracker.is_lent:
+                tracker.claimed(original.__name__)
+            return original(ctx, *args)
 
     return process
 
