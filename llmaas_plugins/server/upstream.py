@@ -17,14 +17,13 @@ from llama_cpp.server import app as server
 from llama_cpp.server.errors import RouteErrorHandler
 from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
 
-from llmaas_plugins.chats.text_limit import check_text
+from llmaas_plugins.chats.text_limit import TextTooLongError, check_text
 from llmaas_plugins.server.refusal import Refusal, error_body
 
 __all__ = ["OpenCompletion", "engine_lock", "explain_mistakes", "limit_texts", "stream_failure"]
 
 _MISTAKES = re.compile(
     r"can only concatenate str|logprobs is not supported|not found in tools|invalid literal for int"
-    r"|vocabulary lacks"
 )
 """Messages of exceptions that a request caused, not the server."""
 _TOO_LONG = re.compile("exceed context window")
@@ -85,6 +84,8 @@ def explain_mistakes() -> None:
     def explained(handler: Any, error: Exception, body: Any = None) -> tuple[int, Any]:
         if isinstance(error, RequestValidationError):
             raise error  # to the exception handler of all routes
+        if isinstance(error, TextTooLongError) and not error.n_tokens:
+            return 400, error_body(400, str(error))["error"]
         if _is_about_messages(error):
             reason = " ".join(str(error).split()) or type(error).__name__
             message = f"The chat format cannot work with these messages or tools: {reason}"
