@@ -245,8 +245,7 @@ class ContextCreate:
     checks: list[Callable[[int], bool]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
+class DecodeStep(NamedTuple):
     """One finished ``llama_decode``.
 
     Attributes:

@@ -193,8 +193,8 @@ class KVChunks:
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
         """Measure what recomputing tokens costs."""
-        self._counters.evaluated(step.n_tokens, step.seconds)
-        if step.n_tokens > 1:
+        if step.n_tokens > 1:  # single tokens are decoding
+            self._counters.evaluated(step.n_tokens, step.seconds)
             transfer = self._transfers_by_ctx.get(step.ctx)
             if transfer is not None:
                 transfer.evaluated(step.n_tokens, step.seconds)

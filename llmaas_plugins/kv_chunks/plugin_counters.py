@@ -57,9 +57,8 @@ class PluginCounters:
         self._add(saves=1, save_s=seconds)
 
     def evaluated(self, n_tokens: int, seconds: float) -> None:
-        """Count an evaluated batch; single tokens do not count, because they are decoding."""
-        if n_tokens > 1:
-            self._add(evaluated_tokens=n_tokens, evaluate_s=seconds)
+        """Count an evaluated batch."""
+        self._add(evaluated_tokens=n_tokens, evaluate_s=seconds)
 
     def refused(self, reason: str) -> bool:
         """Note a context that is not served; return True the first time for this reason."""

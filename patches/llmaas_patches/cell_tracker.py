@@ -140,34 +140,47 @@ class CellTracker:
         if self.sparse_from is None or start < self.sparse_from:
             self.sparse_from = start
 
-    def decoded(self, batch: Any) -> None:
-        """Record the cells that a ``llama_decode`` is about to change."""
-        if not self.is_evaluating:
-            n_tokens, positions = batch.n_tokens, batch.pos
-            known = positions and n_tokens > 0
-            self.changed(min(positions[:n_tokens]) if known else 0)
+    def refusal(self, batch: Any, n_tokens: int) -> int:
+        """Record the cells that a ``llama_decode`` is about to change, unless it must not run.
 
-    def takes(self, batch: Any) -> bool:
+        Args:
+            batch: The ``llama_batch``.
+            n_tokens: Its number of tokens. Each access of a field of a batch takes time.
+
+        Returns:
+            0 to let the batch run, else llama.cpp's status: -1 if the batch names a sequence that
+            the app did not ask for, 1 if the context of the app's size is full.
+        """
+        if self.is_evaluating:
+            return int(self.n_spare > 0 and self._is_full(batch, n_tokens))
+        if self.hides and not (self.is_lent or self._takes(batch, n_tokens)):
+            return -1
+        positions = batch.pos
+        if not positions or n_tokens < 1:
+            self.changed(0)
+        else:
+            self.changed(positions[0] if n_tokens == 1 else min(positions[:n_tokens]))
+        return 0
+
+    def _takes(self, batch: Any, n_tokens: int) -> bool:
         """Return whether the app's context has all sequences of the app's own batch."""
-        if self.is_lent or self.is_evaluating or not (named := batch.seq_id):
+        named = batch.seq_id
+        if not named:
             return True
         counts, most = batch.n_seq_id, self.app_n_seq_max
-        for i in range(batch.n_tokens):  # each access of a field takes a third of a microsecond
+        for i in range(n_tokens):
             sequences = named[i]
             for j in range(counts[i]):
                 if sequences[j] >= most:
                     return False
         return True
 
-    def is_full(self, batch: Any) -> bool:
+    def _is_full(self, batch: Any, n_tokens: int) -> bool:
         """Return whether ``Llama`` is about to evaluate more tokens than the app's context holds.
 
         Only for ``Llama``'s own batches it is certain that every earlier position has a cell.
         """
-        n_tokens = int(batch.n_tokens)
-        return bool(
-            self.is_evaluating and n_tokens > 0 and batch.pos[n_tokens - 1] >= self.app_n_ctx
-        )
+        return n_tokens > 0 and bool(batch.pos[n_tokens - 1] >= self.app_n_ctx)
 
     def saved(self, n_tokens: int) -> Known:
         """Return facts about a state of this context with ``n_tokens`` tokens."""

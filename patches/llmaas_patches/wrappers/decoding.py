@@ -38,17 +38,14 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
         tracker = trackers.get(address(ctx))
         if tracker is None:
             prepare(ctx, None)
-            return decode(ctx, batch)
+            return decode(ctx, batch, batch.n_tokens)
         was_in_call, tracker.is_in_call = tracker.is_in_call, True
         try:
             prepare(ctx, tracker)
-            if keeps_cells:
-                if tracker.hides and not tracker.takes(batch):
-                    return -1  # llama.cpp's status for a sequence that a context does not have
-                tracker.decoded(batch)
-                if tracker.n_spare and tracker.is_full(batch):
-                    return 1  # llama.cpp's status for a full context of the app's size
-            return decode(ctx, batch)
+            n_tokens = batch.n_tokens
+            if keeps_cells and (refusal := tracker.refusal(batch, n_tokens)):
+                return refusal
+            return decode(ctx, batch, n_tokens)
         finally:
             tracker.is_in_call = was_in_call
             if tracker.must_free_parked:
@@ -59,10 +56,9 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
 
 def _timed(host: Host, original: Function) -> Function:
     """Return ``llama_decode`` that computes exactly what it must, and says how long it took."""
-    native, listens = host.native, host.hooks.listens("llmaas_decode")
+    native, listens, tell = host.native, host.hooks.listens("llmaas_decode"), host.hooks.decode
 
-    def decode(ctx: Any, batch: Any) -> Any:
-        n_tokens = batch.n_tokens
+    def decode(ctx: Any, batch: Any, n_tokens: int) -> Any:
         started = time.perf_counter() if listens else 0.0
         if native is None or n_tokens == 1:
             result = original(ctx, batch)
@@ -73,7 +69,7 @@ def _timed(host: Host, original: Function) -> Function:
             _say_why(host, ctx)
         elif listens and result == 0:
             seconds = time.perf_counter() - started
-            host.hooks.decode(DecodeStep(address(ctx), n_tokens, seconds))
+            tell(DecodeStep(address(ctx), n_tokens, seconds))
         return result
 
     return decode

@@ -64,11 +64,20 @@ def test_what_a_docstring_says(node):
 
 
 LITERALS = {"Activation", "States"}
+
+
+def fields(kind):
+    """Return the names of the fields of a dataclass or named tuple; none for other types."""
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return list(getattr(kind, "_fields", ()))
+
+
 GIVEN = [
     getattr(module, name)
     for module, protocols in ((types, {"Engine"}), (native, set(native.__all__) - LITERALS))
     for name in module.__all__
-    if name in protocols or dataclasses.is_dataclass(getattr(module, name))
+    if name in protocols or fields(getattr(module, name))
 ]
 
 
@@ -80,12 +89,12 @@ def test_every_type_that_hooks_are_given_is_on_the_page_of_types(kind):
 
 @pytest.mark.parametrize("kind", GIVEN, ids=lambda kind: kind.__name__)
 def test_what_a_type_says_where_it_is_defined(kind):
-    if not dataclasses.is_dataclass(kind):
+    if not fields(kind):
         assert all(found.__doc__ for name, found in vars(kind).items() if name[0] != "_")
         return
     _, _, attributes = inspect.getdoc(kind).partition("Attributes:\n")
     documented = re.findall(r"^    (\w+): \S", attributes, re.MULTILINE)
-    assert documented == [field.name for field in dataclasses.fields(kind)]
+    assert documented == fields(kind)
 
 
 def test_what_hooks_take_and_return_is_documented():
