@@ -54,6 +54,8 @@ _OUTSIDE = 128 << 20
 """Bytes of a process beside resident weights: the interpreter, libraries, a short context."""
 _SHORTEST = 512
 """Tokens to assume for a context of unknown length: the default of ``Llama``."""
+_ATTEMPTS = 8
+"""Times to let other users release memory before a shortage is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,10 +368,9 @@ class FlashWeights:
 def _with_room(attempt: Callable[[], _T]) -> _T:
     """Return the result of ``attempt``; on a shortage, let others release memory and try again.
 
-    It tries again as long as others can release what is missing, because the process may grow
-    meanwhile.
+    It tries several times, because the process may grow meanwhile.
     """
-    while True:
+    for _ in range(_ATTEMPTS):
         try:
             return attempt()
         except UnmetBudgetError as error:
@@ -377,6 +378,7 @@ def _with_room(attempt: Callable[[], _T]) -> _T:
                 raise
             if not process_memory.release(error.missing + MARGIN_BYTES):
                 raise
+    return attempt()
 
 
 def _n_ctx(create: ContextCreate) -> int:

@@ -256,7 +256,7 @@ class KnnLM:
         if native is None:
             return "its context was made before the activation, or the engine has no hook point"
         if engine.load is None:
-            return "its model was loaded before the activation"
+            return "its model was loaded before the activation, or trained since"
         if not self._is_current() or self._opened is None:
             self._renew()
         if self._opened is None:

@@ -93,7 +93,7 @@ class ContextRecords:
             StoreError: It can never be known.
         """
         if engine.load is None:
-            raise StoreError("its model was loaded before the activation")
+            raise StoreError("its model was loaded before the activation, or trained since")
         is_off = self._rotations_off[engine.ctx]
         found = cell_identity(engine.llama, engine.load, rotation_off=is_off, wait_s=wait_s)
         if found is None:
