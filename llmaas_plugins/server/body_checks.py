@@ -39,11 +39,10 @@ _RANGES = {
     "top_k": _INT32,
     "logprobs": _INT32,
     "top_logprobs": _INT32,
-    "n": _INT32,
-    "best_of": _INT32,
     "seed": range(-(1 << 31), 1 << 32),
 }
 LARGEST_FLOAT = 1e9
+_ONE = ("n", "best_of")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 _FLOATS = ("temperature", "repeat_penalty")
 
@@ -123,6 +122,9 @@ def _check_numbers(checked: BaseModel) -> None:
         number = getattr(checked, name, None)
         if type(number) is int and number not in fitting:
             raise _mistake(f"{name}: must be from {fitting[0]} to {fitting[-1]}")
+    for name in _ONE:
+        if (number := getattr(checked, name, None)) not in {None, 1}:
+            raise _mistake(f"{name}: expected 1, the number of answers to a request, got {number}")
     for name in _PENALTIES:
         if getattr(checked, name) is None:
             raise _mistake(f"{name}: must be a number")

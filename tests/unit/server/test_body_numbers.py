@@ -53,6 +53,17 @@ def test_fields_of_our_own_routes(name, number):
         CallBody.model_validate({"prompt": "Hi", name: json.loads(number)})
 
 
+@pytest.mark.parametrize(
+    ("route", "name"), [("chat", "n"), ("completion", "n"), ("completion", "best_of")]
+)
+def test_one_answer_to_a_request(route, name):
+    for number in (None, 1):
+        check_body(route, json.dumps(BODIES[route] | {name: number}).encode())
+    for number in (0, 2, -1):
+        with pytest.raises(Refusal, match=f"{name}: expected 1, the number of answers"):
+            check_body(route, json.dumps(BODIES[route] | {name: number}).encode())
+
+
 def test_the_fields_are_found():
     assert {name for _, name in FIELDS} >= {"max_tokens", "temperature", "seed", "top_p", "n"}
     assert set(numeric(CallBody)) >= {"max_tokens", "temperature", "seed", "top_p"}
