@@ -3,21 +3,25 @@
 A handler such as Ctrl-C's may raise an exception between any two steps of Python code, also inside
 ``threading.Condition``, ``Event`` and ``Future``. Their locks then stay locked forever. So threads
 hand work to each other only inside of such blocks.
+
+Signals without a handler in Python act at once: they interrupt no Python code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import signal
 import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from llmaas_hooks import forks
+from llmaas_plugins._native.signals import keep_action, put_action_back
 
 __all__ = ["signals_wait"]
 
-_ALWAYS = (signal.SIGINT, signal.SIGTERM)
 _NUMBERS: tuple[int, ...] = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 
@@ -25,57 +29,97 @@ class _Delay(forks.Forked):
     """Delay of signals while the main thread is in a block.
 
     Attributes:
-        thread: Identifier of the main thread in a block; None outside of blocks.
-        handlers: Handlers that the block replaced, by signal.
+        handlers: Handlers that the block replaced, by signal. While there are any, other blocks
+            are nested in this one, also those of a handler that runs as it ends.
+        came: Signals that came in the block, in this order.
     """
 
     def __init__(self) -> None:
-        self.thread: int | None = None
         self.handlers: dict[int, Any] = {}
+        self.came: dict[int, None] = {}
+        self._thread = 0
         forks.watch(self)
 
     def after_fork(self, *, in_child: bool) -> None:
-        """End the block in a child that another thread forked: there, nobody leaves it."""
-        if in_child and self.thread not in {None, threading.get_ident()}:
-            self.end()
+        """Leave the signals to the parent; end a block that another thread was in."""
+        if in_child:
+            self.came.clear()
+            if threading.get_ident() != self._thread:
+                self.restore()
 
-    def end(self) -> None:
-        """Restore all handlers, whatever those that are restored first raise meanwhile."""
-        self.thread, interruption = None, None
+    def begin(self) -> None:
+        """Replace all handlers in Python.
+
+        Raises:
+            ValueError: This is the main thread of ``threading``, but not of the process.
+        """
+        self._thread = threading.get_ident()
+        for number in _NUMBERS:
+            if not callable(handler := signal.getsignal(number)):
+                continue
+            keep_action(number)
+            self.handlers[number] = handler  # a signal that comes just now may end the block
+            self.handlers[number] = signal.signal(number, _note)
+            put_action_back(number)
+
+    def restore(self) -> BaseException | None:
+        """Restore all handlers; return the last error that those restored first raised."""
+        raised = None
         while self.handlers:
             try:
                 for number, handler in tuple(self.handlers.items()):
-                    signal.signal(number, handler)
+                    if signal.getsignal(number) is _note:  # else the block has set another one
+                        signal.signal(number, handler)
+                        put_action_back(number)
                     del self.handlers[number]
             except BaseException as error:
-                interruption = error
-        if interruption is not None:
-            raise interruption
+                raised = error
+        return raised
+
+    def deliver(self, raised: BaseException | None) -> None:
+        """Call the handlers of the signals that came; then raise the last of all errors."""
+        while self.came:
+            try:
+                number = next(iter(self.came))
+                del self.came[number]
+                _handle(number)
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            raise raised
 
 
 _delay = _Delay()
 
 
+def _note(number: int, _frame: FrameType | None) -> None:
+    """Record a signal; used as the handler inside blocks."""
+    _delay.came.setdefault(number)
+
+
+def _handle(number: int) -> None:
+    """Let a signal have its effect now.
+
+    Its handler is called, not the signal raised again: event loops were told of the signal when it
+    came, and would see a second one.
+    """
+    handler = signal.getsignal(number)
+    if callable(handler):
+        handler(number, inspect.currentframe())
+    else:
+        signal.raise_signal(number)
+
+
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
-    """Delay Ctrl-C, SIGTERM and all signals with a handler in Python until the block ends."""
+    """Delay Ctrl-C and all other signals with a handler in Python until the block ends."""
     # Python runs signal handlers only in the main thread.
-    if threading.current_thread() is not threading.main_thread() or _delay.thread is not None:
+    if threading.current_thread() is not threading.main_thread() or _delay.handlers:
         yield
         return
-    came: dict[int, None] = {}
-    found = {number: signal.getsignal(number) for number in _NUMBERS}
     try:
-        _delay.thread = threading.get_ident()
-        _delay.handlers = {number: one for number, one in found.items() if _is_delayed(number, one)}
-        for number in _delay.handlers:
-            signal.signal(number, lambda this, _frame: came.setdefault(this))
+        with contextlib.suppress(ValueError):
+            _delay.begin()
         yield
     finally:
-        _delay.end()
-        for number in came:
-            signal.raise_signal(number)
-
-
-def _is_delayed(number: int, handler: Any) -> bool:
-    return callable(handler) or (number in _ALWAYS and handler is not None)
+        _delay.deliver(_delay.restore())

@@ -58,7 +58,9 @@ class DraftRegistry:
             if not files and not self._owners:
                 return  # nothing has been built yet
             if engine.load is None:  # the file at the model's path may have been replaced
-                self._warn_once(engine, "its model was loaded before the activation, or trained since")
+                self._warn_once(
+                    engine, "its model was loaded before the activation, or trained since"
+                )
                 return
             if files != self._seen_files:
                 self._update(engine)
