@@ -83,7 +83,7 @@ class BackgroundWork(forks.Forked):
         self.pending: dict[int, _Job] = {}
         self._collecting = collecting
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._startable = [True]  # the thread that pops this starts the background thread
+        self._startable = [True]  # the thread that pops this is the background thread
         self._ended = _Flag()
         self._is_closed = False
         self._workers: set[int] = set()
@@ -197,18 +197,18 @@ class BackgroundWork(forks.Forked):
         ``threading`` is not used, because the collector may have interrupted this thread while it
         held a lock of that module.
         """
-        try:
-            self._startable.pop()
-        except IndexError:
-            return True
-        try:
-            _thread.start_new_thread(self._work, ())
-        except RuntimeError:
-            self._startable.append(True)
-            return False
+        if self._startable:
+            try:
+                _thread.start_new_thread(self._work, ())
+            except RuntimeError:
+                return False
         return True
 
     def _work(self) -> None:
+        try:
+            self._startable.pop()  # here, where no Ctrl-C comes before the work
+        except IndexError:  # another thread was first
+            return
         threading.current_thread().name = "llmaas-background"
         while (job := self._jobs.get()) is not None:
             with self._turn:

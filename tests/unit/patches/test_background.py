@@ -63,6 +63,21 @@ def test_ctrl_c_anywhere_in_settle_stops_nobody():
     assert n > 5
 
 
+def test_ctrl_c_anywhere_in_the_first_defer_leaves_a_thread_that_works():
+    for n in itertools.count(1):
+        background = BackgroundWork(Collecting())
+        with Interruption(n, background_module, threading) as interruption:
+            background.defer((1,), lambda: None)
+        waits = threading.Thread(target=background.settle, args=[1], daemon=True)
+        waits.start()
+        waits.join(10)
+        assert not waits.is_alive(), interruption.where
+        background.close()
+        if not interruption.came:
+            break
+    assert n > 5
+
+
 def test_settle_of_another_engine_does_not_wait(background):
     gate = threading.Event()
     background.defer((1,), gate.wait)
