@@ -198,7 +198,7 @@ class CellLoader:
         end, n_loaded = kept, 0
         assert self._segments is not None
         steps = self._segments.steps(runs, kept, reads)
-        with self._staging.lock, contextlib.closing(steps):
+        with self._staging.used(), contextlib.closing(steps):
             for step in steps:
                 if isinstance(step, Gap):
                     self._cells.truncate(end)

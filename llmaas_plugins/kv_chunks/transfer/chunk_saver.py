@@ -66,7 +66,7 @@ class ChunkSaver:
         except NoRoomNowError as error:  # the next request tries again
             self._failures.failed("cells are not saved: %s", error)
             return
-        with self._staging.lock:
+        with self._staging.used():
             for run in _runs(missing, step, self._window_chunks):
                 if not self._save_run(geometry, run, ids, n_tokens, bits):
                     break

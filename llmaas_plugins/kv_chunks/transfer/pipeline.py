@@ -38,20 +38,33 @@ _T = TypeVar("_T")
 
 
 class _ThreadPool(ThreadPoolExecutor):
-    """Thread pool that runs a job in the caller's thread if the interpreter is exiting."""
+    """Thread pool that runs a job in the caller's thread if it cannot start one."""
 
     def submit(self, job: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
-        """Run ``job`` in a thread of the pool."""
-        try:
-            with signals_wait():
-                return super().submit(job, *args, **kwargs)
-        except RuntimeError:
-            done: Future[_T] = Future()
+        """Run ``job`` in a thread of the pool, or here, but only once.
+
+        A pool that cannot start a thread has queued the job before it raises.
+        """
+        made: Future[_T] = Future()
+        unclaimed = [made]
+
+        def run() -> None:
             try:
-                done.set_result(job(*args, **kwargs))
-            except Exception as error:
-                done.set_exception(error)
-            return done
+                future = unclaimed.pop()
+            except IndexError:
+                return
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        with signals_wait():
+            try:
+                super().submit(run)
+            except RuntimeError:
+                run()
+        return made
 
 
 class Workers(forks.Forked):
@@ -101,7 +114,7 @@ class SegmentLoader:
         """Yield the segments to load and the gaps to compute, in order of position.
 
         Missing or damaged chunks become gaps, except at the end, where they are left out. Hold
-        ``staging.lock`` until the generator is exhausted or closed.
+        the buffers (``Staging.used``) until the generator is exhausted or closed.
 
         Args:
             runs: Contiguous runs in order of position; the last one is loaded.
@@ -195,9 +208,9 @@ class _BufferRing:
 
     def close(self) -> None:
         """Cancel pending jobs and wait for running ones."""
-        futures: list[Future[Any]] = list(itertools.chain(*self._reads, *self._jobs))
-        with signals_wait():  # threads write into the buffers
-            wait([future for future in futures if not future.cancel()])
+        with signals_wait():
+            wait([read for read in itertools.chain(*self._reads) if not read.cancel()])
+            self._staging.settle()
 
     @signals_wait()
     def _read_ahead(self) -> None:
@@ -224,6 +237,7 @@ class _BufferRing:
             job.append(
                 self._workers.load.submit(self._load.load_record, record, first, decode, read)
             )
+            self._staging.is_written_by(job[-1])
             first += count_tokens(record)
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +16,7 @@ from llmaas_plugins._native import KVGeometry
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["NoRoomNowError", "Staging"]
 
@@ -21,12 +27,11 @@ class NoRoomNowError(BudgetError):
     """The process leaves too little of the RAM tier to the transfer buffers; later it may do."""
 
 
-class Staging:
+class Staging(forks.Forked):
     """A ring of buffers of one segment each, shared by all engines.
 
     Attributes:
-        lock: Lock to hold while using the buffers.
-        whole: All buffers as one array, shape ``(n_bytes,)``.
+        all_buffers: All buffers as one array, shape ``(n_bytes,)``.
     """
 
     BUFFERS = 3
@@ -38,10 +43,37 @@ class Staging:
             space: RAM tier that provides the buffers.
             segment_bytes: Wanted bytes of cells in a segment.
         """
-        self.lock = forks.lock()
         self.all_buffers: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        self._lock = forks.lock()
+        self._jobs: list[Future[Any]] = []
         self._space = space
         self._segment_bytes = segment_bytes
+        forks.watch(self)
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Forget jobs in a forked child, which has none of its parent's threads."""
+        if in_child:
+            self._jobs.clear()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Let nobody else use the buffers inside the block.
+
+        A load may have been interrupted before it waited for its jobs. They end first.
+        """
+        with self._lock:
+            self.settle()
+            yield
+
+    def settle(self) -> None:
+        """Cancel the jobs that write to the buffers, and wait for those that run."""
+        with signals_wait():
+            wait([job for job in self._jobs if not job.cancel()])
+            self._jobs.clear()
+
+    def is_written_by(self, job: Future[Any]) -> None:
+        """Let the next user of the buffers wait for ``job``."""
+        self._jobs.append(job)
 
     def segment_chunks(self, geometry: KVGeometry) -> int:
         """Return the chunks in a segment, and grow the buffers to that size if needed.
@@ -56,7 +88,7 @@ class Staging:
         each = _native.blob_size(geometry, 2 * CHUNK_TOKENS) - one
         most = min(self._segment_bytes, self._space.capacity // _SHARE)
         n_chunks = max(1, 1 + (most - one) // each)
-        with self.lock:
+        with self.used():
             self._grow(self.BUFFERS * page_round(one + (n_chunks - 1) * each))
         return n_chunks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def load(slab, payloads):
             store.reader.drop_damaged(path[i])
         chunks, lengths, position = path[start // 16 :], [], start
         loader = SegmentLoader(store, Staging(store.space), workers, GEOM)
-        with loader._staging.lock:
+        with loader._staging.used():
             steps = loader.steps(runs(chunks, gaps), start, ReadTimer())
             for step in steps:
                 if isinstance(step, CellSegment):
@@ -203,3 +204,31 @@ def test_planned_and_found_gaps_may_meet(load):
 @pytest.mark.parametrize("n", [1, 3, 5])
 def test_loading_may_be_given_up(load, gaps, n):
     assert len(load(40 * MiB, stop_after=n, gaps=gaps)) == n
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "after the next job"])
+def test_a_job_runs_once_if_no_thread_starts_for_a_moment(monkeypatch, is_late):
+    real, fails, ran = threading.Thread.start, [True], []
+
+    def start(thread):
+        if fails:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    workers = Workers()
+    assert workers.load.submit(ran.append, 1).done()
+    if is_late:
+        fails.clear()
+        workers.load.submit(ran.append, 2).result(30)
+    monkeypatch.undo()
+    workers.close()
+    assert ran == [1, 2][: 1 + is_late]
+
+
+def test_an_error_of_a_job_is_its_result():
+    workers = Workers()
+    job = workers.load.submit(int, "x")
+    with pytest.raises(ValueError, match="invalid literal"):
+        job.result(30)
+    workers.close()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from forking import in_child
 
 from llmaas_hooks import BudgetError
 from llmaas_plugins._native import Budget, KVGeometry, blob_size
@@ -50,3 +55,34 @@ def test_budget_too_small_for_a_chunk_says_what_would_do():
     assert store.stats()["buffer_bytes"] == 0
     enough = int(str(caught.value).rsplit(" ", 1)[1])
     assert Staging(ChunkStore(Budget(enough), None).space).segment_chunks(HUGE) == 1
+
+
+def test_jobs_of_an_interrupted_load_end_before_the_buffers_are_used_again():
+    staging = Staging(ChunkStore(Budget(64 * MiB), None).space)
+    starts, ended, started = threading.Event(), [], threading.Event()
+
+    def write():
+        started.set()
+        starts.wait(30)
+        time.sleep(0.01)
+        ended.append(True)
+
+    with ThreadPoolExecutor(1) as pool:
+        with staging.used():
+            for _ in range(2):
+                staging.is_written_by(pool.submit(write))
+            started.wait(30)
+        threading.Timer(0.02, starts.set).start()
+        staging.segment_chunks(SMALL)
+        assert ended == [True]  # the other job has not begun, and never will
+    assert ended == [True]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
+def test_a_forked_child_waits_for_no_job():
+    staging = Staging(ChunkStore(Budget(64 * MiB), None).space)
+    starts = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        staging.is_written_by(pool.submit(starts.wait, 30))
+        assert in_child(lambda: staging.segment_chunks(SMALL)) == 0
+        starts.set()
