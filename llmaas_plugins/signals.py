@@ -9,6 +9,7 @@ Signals without a handler in Python act at once: they interrupt no Python code.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal's functions take ten times as long
 import contextlib
 import inspect
 import signal
@@ -55,11 +56,11 @@ class _Delay(forks.Forked):
         """
         self._thread = threading.get_ident()
         for number in _NUMBERS:
-            if not callable(handler := signal.getsignal(number)):
+            if not callable(handler := _signal.getsignal(number)):
                 continue
             keep_action(number)
             self.handlers[number] = handler  # a signal that comes just now may end the block
-            self.handlers[number] = signal.signal(number, _note)
+            self.handlers[number] = _signal.signal(number, _note)
             put_action_back(number)
 
     def restore(self) -> BaseException | None:
@@ -68,8 +69,8 @@ class _Delay(forks.Forked):
         while self.handlers:
             try:
                 for number, handler in tuple(self.handlers.items()):
-                    if signal.getsignal(number) is _note:  # else the block has set another one
-                        signal.signal(number, handler)
+                    if _signal.getsignal(number) is _note:  # else the block has set another one
+                        _signal.signal(number, handler)
                         put_action_back(number)
                     del self.handlers[number]
             except BaseException as error:
@@ -103,7 +104,7 @@ def _handle(number: int) -> None:
     Its handler is called, not the signal raised again: event loops were told of the signal when it
     came, and would see a second one.
     """
-    handler = signal.getsignal(number)
+    handler = _signal.getsignal(number)
     if callable(handler):
         handler(number, inspect.currentframe())
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal
 import asyncio
 import signal
 import sys
@@ -151,7 +152,7 @@ def test_event_loops_see_a_signal_once():
 
 
 def test_a_handler_may_use_blocks_while_handlers_are_restored(usr1, monkeypatch):
-    real, came = signal.signal, []
+    real, came = _signal.signal, []
 
     def handle(*_):
         with signals_wait():
@@ -165,7 +166,7 @@ def test_a_handler_may_use_blocks_while_handlers_are_restored(usr1, monkeypatch)
 
     signal.signal(usr1, handle)
     with signals_wait():
-        monkeypatch.setattr(signal, "signal", restore)
+        monkeypatch.setattr(_signal, "signal", restore)
     monkeypatch.undo()
     assert len(came) == 1
     assert usr1 in came[0]  # the handler ran in the middle of it
@@ -189,11 +190,11 @@ def test_a_handler_that_is_set_meanwhile_stays(usr1):
 
 
 def test_a_handler_that_changes_handlers_as_a_block_begins(usr1, monkeypatch):
-    real, came = signal.signal, []
+    real, came = _signal.signal, []
 
     def handle(*_):
         came.append(True)
-        real(usr1, signal.SIG_IGN)
+        real(usr1, int(signal.SIG_IGN))
 
     def replace(number, handler):
         if number == usr1 and not came:
@@ -201,7 +202,7 @@ def test_a_handler_that_changes_handlers_as_a_block_begins(usr1, monkeypatch):
         return real(number, handler)
 
     signal.signal(usr1, handle)
-    monkeypatch.setattr(signal, "signal", replace)
+    monkeypatch.setattr(_signal, "signal", replace)
     with signals_wait():
         pass
     monkeypatch.undo()
