@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,7 @@ from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.models import evaluator_of
 from llmaas_plugins.cli.output import progress_bar
-from llmaas_plugins.files.file_bytes import as_store_error
-from llmaas_plugins.files.partial_file import replaced
+from llmaas_plugins.cli.own_text import own_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from llmaas_plugins.model.forward import Evaluator
 
 __all__ = ["add_text_option", "learning_windows", "own_text_path", "remove_progress"]
-
-_DIGEST_BYTES = 32
-_SEED = 0
 
 
 def add_text_option(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +50,7 @@ def learning_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> N
         if args.text:
             text = np.concatenate([_tokens(path, model) for path in args.text])
         else:
-            text = _own(evaluator, n_tokens, own_text_path(folder, n_tokens))
+            text = _own(args, evaluator, n_tokens, own_text_path(folder, n_tokens))
         if not len(text):
             raise ConfigError("the text is empty. Give a longer text with `--text FILE`.")
         windows = list(evaluator.chosen(text, n_tokens))
@@ -66,7 +61,7 @@ def learning_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> N
 
 def own_text_path(folder: Path, n_tokens: int) -> Path:
     """Return the path of the text that the model writes itself."""
-    return folder / f"text-{n_tokens}.i32"
+    return folder / f"text-{n_tokens}.progress"
 
 
 def remove_progress(folder: Path, used: Iterable[Path], own_text: Path | None) -> None:
@@ -89,31 +84,20 @@ def remove_progress(folder: Path, used: Iterable[Path], own_text: Path | None) -
 # -- internals -----------------------------------------------------------------------------------
 
 
-def _own(evaluator: Evaluator, n_tokens: int, path: Path) -> NDArray[np.int32]:
-    """Return text that the model writes, from its file if it is there."""
-    kept = _read(path, n_tokens, evaluator.n_vocab)
-    if kept is None:
+def _own(
+    args: argparse.Namespace, evaluator: Evaluator, n_tokens: int, path: Path
+) -> NDArray[np.int32]:
+    """Return text that the model writes. Rounds that are in the file already are not repeated."""
+    from llmaas_plugins.elastic.checkpoint import Checkpoint, fingerprint_of
+    from llmaas_plugins.model.digest import file_digest
+
+    fingerprint = fingerprint_of({"model": file_digest(args.model), "tokens": n_tokens})
+    written = Checkpoint(path, fingerprint)
+    try:
         with progress_bar("text", "token", n_tokens) as bar:
-            kept = evaluator.say(n_tokens, _SEED, bar.update)
-        content = kept.astype("<i4").tobytes()
-        for _ in replaced(path, [hashlib.sha256(content).digest(), content]):
-            pass
-    return kept
-
-
-def _read(path: Path, n_tokens: int, n_vocab: int) -> NDArray[np.int32] | None:
-    """Return the tokens of a file, or None if there is none or it is damaged."""
-    import numpy as np
-
-    with as_store_error(f"cannot read {path}"):
-        if not path.is_file() or path.stat().st_size > _DIGEST_BYTES + 4 * n_tokens:
-            return None
-        content = path.read_bytes()
-    digest, text = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    if hashlib.sha256(text).digest() != digest:
-        return None
-    tokens = np.frombuffer(text, "<i4").astype(np.int32)
-    return tokens if len(tokens) and tokens.min() >= 0 and tokens.max() < n_vocab else None
+            return own_text(evaluator, n_tokens, written, bar.update)
+    finally:
+        written.save()
 
 
 def _tokens(path: Path, model: Any) -> NDArray[np.int32]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 
 import numpy as np
 import pytest
@@ -40,25 +39,52 @@ def test_only_a_last_window_that_is_shorter_is_left_out(tmp_path, monkeypatch, n
     assert np.array_equal(found, np.arange(shape[0] * shape[1]).reshape(shape))
 
 
-def test_own_text_is_kept_until_it_was_learned_from(tmp_path):
-    path = learning_text.own_text_path(tmp_path, 8)
-    tokens = np.arange(8, dtype="<i4")
-    content = tokens.tobytes()
-    path.write_bytes(hashlib.sha256(content).digest() + content)
-    assert learning_text._read(path, 8, 100).tolist() == tokens.tolist()
-    assert learning_text._read(path, 7, 100) is None  # too long
-    assert learning_text._read(path, 8, 7) is None  # a token that the model does not have
-    path.write_bytes(path.read_bytes()[:-1])
-    assert learning_text._read(path, 8, 100) is None  # torn
+class Writer(Evaluator):
+    """Evaluator that writes; each token is the seed of its round, and is counted."""
+
+    def __init__(self, most=10**6):
+        self.n_said, self._most = 0, most
+
+    def say(self, n_tokens, seed, progress):
+        if self.n_said + n_tokens > self._most:
+            raise KeyboardInterrupt
+        self.n_said += n_tokens
+        progress(n_tokens)
+        return np.full(n_tokens, seed, np.int32)
+
+
+def test_own_text_is_continued_where_it_was_interrupted(tmp_path, monkeypatch, reference_model):
+    """Each model has its own, and a damaged file counts as none."""
+    args = argparse.Namespace(model=reference_model, text=None)
+
+    def written(writer):
+        monkeypatch.setattr(learning_text, "evaluator_of", lambda _model: writer)
+        return learning_text.learning_windows(args, 2560, tmp_path).ravel().tolist()
+
+    with pytest.raises(KeyboardInterrupt):
+        written(Writer(most=2048))
+    rest = Writer()
+    expected = [0] * 1024 + [1] * 1024 + [2] * 512
+    assert written(rest) == expected
+    assert rest.n_said == 512
+    path = learning_text.own_text_path(tmp_path, 2560)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert written(again := Writer()) == expected
+    assert again.n_said == 2560
+    args.model = tmp_path / "other.gguf"
+    args.model.write_bytes(reference_model.read_bytes() + b" ")
+    assert written(other := Writer()) == expected
+    assert other.n_said == 2560
 
 
 @pytest.mark.parametrize(
     ("others", "left"),
     [
         ([], None),
-        (["text-16.i32"], {"text-16.i32"}),
+        (["text-16.progress"], {"text-16.progress"}),
         (["notes.txt"], {"notes.txt"}),
-        (["b.npz"], {"b.npz", "text-8.i32"}),
+        (["b.npz"], {"b.npz", "text-8.progress"}),
     ],
 )
 def test_a_complete_run_removes_its_own_files_only(tmp_path, others, left):

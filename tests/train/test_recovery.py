@@ -300,10 +300,10 @@ def test_other_runs_and_other_files_stay(model, quickly):
     (folder / "notes.txt").write_text("mine")
     (folder / "0.3-0123456789abcdef.npz").write_bytes(b"another run")
     command, done = quickly
-    done.append(lambda: (folder / "text-123.i32").write_bytes(b"another run's"))
+    done.append(lambda: (folder / "text-123.progress").write_bytes(b"another run's"))
     assert main(command) == 0
     names = {each.name for each in folder.iterdir()}
-    assert names == {"notes.txt", "0.3-0123456789abcdef.npz", "text-123.i32"}
+    assert names == {"notes.txt", "0.3-0123456789abcdef.npz", "text-123.progress"}
 
 
 def test_a_file_that_was_replaced_while_it_learned_stays(model, trained, quickly, capfd):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.elastic.text import (
     N_TOKENS,
-    SEED,
     Text,
     add_calibration_options,
     calibration_text,
@@ -23,6 +22,7 @@ from llmaas_plugins.cli.files import check_target
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action, evaluator_of
 from llmaas_plugins.cli.output import progress_bar
+from llmaas_plugins.cli.own_text import SEED
 
 if TYPE_CHECKING:
     from llmaas_hooks import Tokens

@@ -13,6 +13,7 @@ import numpy as np
 from llmaas_hooks import ConfigError, Tokens
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.options import require_torch
+from llmaas_plugins.cli.own_text import own_text
 from llmaas_plugins.model.loading import loaded
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "N_TOKENS",
-    "SEED",
     "Text",
     "add_calibration_options",
     "calibration_text",
@@ -32,11 +32,8 @@ __all__ = [
 
 N_TOKENS = 8192
 """Default number of calibration tokens."""
-SEED = 0
 _LEAST_TOKENS, _LEAST_TEXT = 32, 16
 """Fewest tokens to ask for, and fewest to accept: text from the model may end early."""
-_ROUND_TOKENS = 1024
-"""Tokens that the model writes before they are kept."""
 
 
 class Text(NamedTuple):
@@ -130,7 +127,7 @@ def calibration_text(
     if args.text is not None:
         given = _given(args.text, model)
         return Text(np.empty(0, np.int32), {args.text.name: given})
-    own = _written(evaluator, n_written_tokens(args), checkpoint, progress)
+    own = own_text(evaluator, n_written_tokens(args), checkpoint, progress)
     texts = packaged_texts()
     n_each = max((n_tokens - len(own)) // len(texts), 1)
     others = {name: _tokens(text.encode(), model)[:n_each] for name, text in texts.items()}
@@ -140,23 +137,6 @@ def calibration_text(
 
 
 # -- internals -----------------------------------------------------------------------------------
-
-
-def _written(
-    evaluator: Evaluator, n_tokens: int, checkpoint: Checkpoint, progress: Callable[[int], None]
-) -> Tokens:
-    """Return text that the model writes in rounds, each of which is kept."""
-    rounds, start = [], 0
-    for number, start in enumerate(range(0, n_tokens, _ROUND_TOKENS)):
-        name, n = f"text {number}", min(_ROUND_TOKENS, n_tokens - start)
-        said = checkpoint.get(name)
-        if said is None:
-            said = evaluator.say(n, SEED + number, progress)
-            checkpoint.keep({name: said})
-        else:
-            progress(n)
-        rounds.append(said)
-    return np.concatenate(rounds)
 
 
 def _given(path: Path, model: Any) -> Tokens:
