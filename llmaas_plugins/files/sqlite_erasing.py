@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.files.store_lock import readers
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["PATIENCE_S", "Eraser", "connect"]
 
@@ -73,6 +74,7 @@ class Eraser:
         self._log = path.with_name(path.name + "-wal")
         self._file: int | None = None
 
+    @signals_wait()  # an open transaction would stop all later ones
     def erase(self) -> None:
         """Erase deleted rows from all files of the database.
 

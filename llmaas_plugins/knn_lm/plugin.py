@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import weakref
@@ -200,9 +201,10 @@ class KnnLM:
     @hookimpl
     def llmaas_shutdown(self) -> None:
         """Stop learning and close the datastore."""
-        self._learner.close()
-        self._drafts.close()
-        self._close()
+        with contextlib.ExitStack() as closing:  # runs every step, even after a Ctrl-C
+            closing.callback(self._close)
+            closing.callback(self._drafts.close)
+            closing.callback(self._learner.close)
 
     # -- internals ------------------------------------------------------------------------------
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
 class Interruption:
     """Block in which Ctrl-C comes before the ``n``-th line that runs in some modules.
 
-    The block catches the ``KeyboardInterrupt``. Returns of functions count as lines.
+    It is a real signal, so code can delay it. The block catches the ``KeyboardInterrupt``. Returns
+    of functions count as lines.
 
     Attributes:
         where: Function and line of the interruption; None before it comes.
     """
 
-    def __init__(self, n, *modules):
+    def __init__(self, n, *modules, handler=signal.default_int_handler):
         self._left = n
         self._files = {module.__file__ for module in modules}
+        self._handler = handler
         self._former = None
         self.where = None
 
@@ -26,12 +29,14 @@ class Interruption:
         return self.where is not None
 
     def __enter__(self):
-        self._former = sys.gettrace()
+        self._former = sys.gettrace(), signal.signal(signal.SIGINT, self._handler)
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, kind, error, trace):
-        sys.settrace(self._former)
+        former, handler = self._former
+        sys.settrace(former)
+        signal.signal(signal.SIGINT, handler)
         return kind is KeyboardInterrupt and self.came
 
     def _trace(self, frame, event, _):
@@ -41,5 +46,5 @@ class Interruption:
             self._left -= 1
             if self._left == 0:
                 self.where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self._trace

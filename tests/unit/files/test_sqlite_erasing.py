@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import sqlite3
 
 import numpy as np
 import pytest
+from interrupting import Interruption
 from soak import scale
 
 from llmaas_hooks import StoreError
+from llmaas_plugins.files import sqlite_erasing
 from llmaas_plugins.files.sqlite_erasing import Eraser, connect
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, IndexUpdate
@@ -110,3 +113,22 @@ def test_a_schema_that_is_no_text_is_damage(tmp_path):
     path.write_bytes(content.replace(b"TABLE chunks (key", b"TABLE chunks \xd9\xff(k"))
     with pytest.raises(sqlite3.DatabaseError, match="no text"):
         connect(path)
+
+
+def test_no_interrupted_erasure_leaves_a_transaction_open(tmp_path):
+    path = tmp_path / "index.sqlite"
+    db = connect(path)
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("CREATE TABLE one (text)")
+    eraser = Eraser(db, path)
+    for n in itertools.count(1):
+        db.execute("INSERT INTO one VALUES ('a')")
+        db.execute("DELETE FROM one")
+        with Interruption(n, sqlite_erasing) as interruption:
+            eraser.erase()
+        assert not db.in_transaction, interruption.where
+        if not interruption.came:
+            break
+    assert n > 5
+    db.close()
+    eraser.close()
