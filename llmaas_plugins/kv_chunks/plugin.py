@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -51,6 +52,7 @@ from llmaas_plugins.kv_chunks.transfer.transfer import Transfer
 from llmaas_plugins.lazy import lazy
 from llmaas_plugins.model.digest import begin_digest, changed_in_place
 from llmaas_plugins.model.identity import hashed, is_rotation_off
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["KVChunks"]
 
@@ -219,10 +221,11 @@ class KVChunks:
     @hookimpl
     def llmaas_shutdown(self) -> None:
         """Write dirty chunks and close the store."""
-        if "_workers" in self.__dict__:
-            self._workers.close()
-        if "_store" in self.__dict__:
-            self._store.close()
+        with contextlib.ExitStack() as closing:  # Ctrl-C ends a wait, but leaves nothing open
+            if "_store" in self.__dict__:
+                closing.callback(self._store.close)
+            if "_workers" in self.__dict__:
+                closing.callback(self._workers.close)
 
     def _all_transfers(self) -> list[Transfer]:
         with self._lock:
@@ -263,8 +266,9 @@ class KVChunks:
 
     def _open(self) -> ChunkStore:
         # Two engines may be created at the same time, and a fork waits for the end of the opening:
-        # the child must not have files that no ChunkStore watches over.
-        with self._lock, forks.postponed():
+        # the child must not have files that no ChunkStore watches over. Ctrl-C waits, too: files
+        # that belong to no ChunkStore would stay open and locked.
+        with signals_wait(), self._lock, forks.postponed():
             return self._store
 
     def _transfer(self, engine: Engine) -> Transfer | None:

@@ -50,7 +50,7 @@ class ChunkReader:
         """
         wanted: list[Chunk] = []
         self._n_fetches += 1
-        with self._residency.lock:
+        with self._residency.changing():
             for chunk in chunks:
                 if self._residency.tree.get(chunk.id.key) is not chunk or chunk.is_ghost:
                     break
@@ -60,19 +60,19 @@ class ChunkReader:
             self._residency.counters.ram_hits += len(wanted) - len(absent)
         offsets = self._reserve_all(absent)
         self._read(absent[: len(offsets)], offsets, is_ahead=is_ahead)
-        with self._residency.lock:
+        with self._residency.changing():
             n_ready = next((i for i, c in enumerate(wanted) if c.ram == ABSENT), len(wanted))
             self._residency.unpin(wanted[n_ready:])
             return [self._residency.ram.address(chunk.ram) for chunk in wanted[:n_ready]]
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
         """Unpin chunks that ``fetch`` returned to this thread."""
-        with self._residency.lock:
+        with self._residency.changing():
             self._residency.unpin(chunks)
 
     def drop_damaged(self, chunk: Chunk) -> None:
         """Drop a chunk whose bytes are unusable."""
-        with self._residency.lock:
+        with self._residency.changing():
             self._residency.counters.faults += 1
             if self._residency.tree.get(chunk.id.key) is chunk:
                 self._residency.drop_bytes(chunk)
@@ -86,7 +86,7 @@ class ChunkReader:
         for i in range(0, len(wanted), _REFILL_CHUNKS):
             chunks, offsets = self._reserve_free(wanted[i : i + _REFILL_CHUNKS])
             self._read(chunks, offsets, is_ahead=True, are_oldest=True)
-            with self._residency.lock:
+            with self._residency.changing():
                 n_refilled = sum(chunk.ram != ABSENT for chunk in chunks)
                 self._residency.counters.refilled_chunks += n_refilled
                 self._residency.unpin(chunks)
@@ -108,7 +108,7 @@ class ChunkReader:
         """Pin the chunks that are still only on disk; return them and free offsets for them."""
         chunks: list[Chunk] = []
         offsets: list[int] = []
-        with self._residency.lock:
+        with self._residency.changing():
             for chunk in wanted:
                 if chunk.ram != ABSENT or chunk.disk == ABSENT:
                     continue
@@ -143,7 +143,7 @@ class ChunkReader:
         if tier is None or not chunks:
             return
         pending: list[tuple[Chunk, int, int]] = []
-        with self._residency.lock:
+        with self._residency.changing():
             for chunk, offset in zip(chunks, offsets, strict=True):
                 if chunk.ram == ABSENT and chunk.disk != ABSENT:
                     pending.append((chunk, offset, tier.file_offset(chunk.disk)))
@@ -158,7 +158,7 @@ class ChunkReader:
             is_ahead=is_ahead,
         )
         unusable: list[str] = []
-        with self._residency.lock:
+        with self._residency.changing():
             for (chunk, offset, _), status in zip(pending, statuses, strict=True):
                 if status == _native.Status.OK and chunk.ram == ABSENT:
                     self._residency.ram.take(chunk, offset, is_oldest=are_oldest)

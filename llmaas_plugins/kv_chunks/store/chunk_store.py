@@ -26,6 +26,7 @@ from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
 from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree, PrefixMatch
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["ChunkStore"]
 
@@ -85,7 +86,7 @@ class ChunkStore(forks.Forked):
 
     def touch(self, ids: Sequence[ChunkId]) -> None:
         """Mark the stored chunks of a context as used, the last chunk first."""
-        with self._residency.lock:
+        with self._residency.changing():
             self._residency.touch([chunk for chunk in self.find(ids) if chunk is not None])
 
     def missing(self, ids: Sequence[ChunkId]) -> list[int]:
@@ -104,11 +105,12 @@ class ChunkStore(forks.Forked):
     def set_layout(self, root: bytes, layout: str) -> None:
         """Store the layout of the cells under ``root``."""
         self._layouts[root] = layout
-        with self._residency.lock:  # committed together with the chunks that use it
+        with self._residency.changing():  # committed together with the chunks that use it
             self._residency.update.layouts[root] = layout
 
     # -- claim ----------------------------------------------------------------------------------
 
+    @signals_wait()  # until a chunk owns the reserved space
     def put(
         self,
         wanted: ChunkId,
@@ -138,10 +140,10 @@ class ChunkStore(forks.Forked):
             bits = _native.chunk_peek(buffer[:size]).bits
             buffer[size : page_round(size)] = 0  # whole pages are written to the slab
         except BaseException:
-            with self._residency.lock:
+            with self._residency.changing():
                 self._residency.ram.cancel(offset, bound)
             raise
-        with self._residency.lock:
+        with self._residency.changing():
             self._residency.ram.shrink(offset, bound, size)
             existing = self._residency.tree.get(wanted.key)
             is_stored = (
@@ -163,7 +165,7 @@ class ChunkStore(forks.Forked):
     def drop_replaced_tail(self, context_id: str, ids: Sequence[ChunkId]) -> None:
         """Drop the chunks that only this context needs and that are not in ``ids``."""
         kept = {wanted.key for wanted in ids}
-        with self._residency.lock:
+        with self._residency.changing():
             for chunk in self._residency.tree.chunks_only_in(context_id):
                 if chunk.id.key in kept:
                     break
@@ -171,7 +173,7 @@ class ChunkStore(forks.Forked):
 
     def set_head(self, context_id: str, ids: Sequence[ChunkId]) -> None:
         """Let a named context end with the last of the leading stored chunks of ``ids``."""
-        with self._residency.lock:
+        with self._residency.changing():
             found = itertools.takewhile(bool, self.find(ids))
             whole = [chunk for chunk in found if chunk is not None]
             if not whole:
@@ -188,7 +190,7 @@ class ChunkStore(forks.Forked):
         self, ids: Sequence[ChunkId], attention: Iterable[float], n_scores: Iterable[float]
     ) -> None:
         """Add attention and score counts to the stored chunks of a context."""
-        with self._residency.lock:
+        with self._residency.changing():
             for chunk, amount, n in zip(self.find(ids), attention, n_scores, strict=True):
                 if chunk is not None:
                     self._residency.add_attention(chunk, amount, n)
@@ -208,14 +210,14 @@ class ChunkStore(forks.Forked):
             bits: Most bits per value of each chunk.
             size: Function from tokens and bits to the bytes of a chunk.
         """
-        with self._residency.lock:
+        with self._residency.changing():
             for chunk, most in zip(self.find(ids), bits, strict=True):
                 if chunk is not None and chunk.pins == 0 and chunk.bits > most:
                     self._residency.truncate(chunk, size(chunk.n_tokens, most), most)
 
     def lock_working_set(self, owner: Hashable, chunks: Iterable[Chunk | None]) -> None:
         """Set the chunks of the context that ``owner`` runs, which leave RAM last (LLMS §3.4)."""
-        with self._residency.lock:
+        with self._residency.changing():
             self._residency.lock_working_set(owner, filter(None, chunks))
 
     # -- eviction, end ----------------------------------------------------------------------
@@ -227,7 +229,7 @@ class ChunkStore(forks.Forked):
 
     def compact(self) -> None:
         """Close the gaps that shortened chunks left in RAM, if moving chunks is worthwhile."""
-        with self._residency.lock:
+        with self._residency.changing():
             self._residency.ram.compact()
 
     def evict_context(self, context_id: str) -> int:
@@ -237,7 +239,7 @@ class ChunkStore(forks.Forked):
             StoreError: Some of it is still on disk; the next call or commit tries again.
         """
         freed, residency = 0, self._residency
-        with residency.lock:
+        with residency.changing():
             for chunk in residency.tree.forget_context(context_id):
                 freed += chunk.size
                 residency.drop(chunk)
@@ -265,19 +267,17 @@ class ChunkStore(forks.Forked):
                 "obtainable_bytes": obtainable,
                 "disk_bytes": 0 if disk is None else disk.used_bytes,
                 "disk_budget_bytes": 0 if disk is None else disk.capacity,
-                "store": None if self._writer is None else str(self._writer.directory),
+                "store": str(self._writer.directory) if disk and self._writer else None,
                 **self._residency.counters.snapshot(),
             }
 
     def close(self) -> None:
-        """Write dirty chunks and close the files."""
-        writer = self._writer
-        if writer is not None:
+        """Write dirty chunks and close the files; Ctrl-C ends the writing, not the closing."""
+        if self._writer is not None:
             try:
-                writer.flush()
+                self._writer.flush()
             finally:
-                self._writer = self._residency.disk = None
-                writer.close()
+                self._writer.close()
 
     # -- fork -----------------------------------------------------------------------------------
 

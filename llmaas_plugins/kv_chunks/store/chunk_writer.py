@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
@@ -15,11 +16,13 @@ from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.index import IndexUpdate
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
 from llmaas_plugins.kv_chunks.store.tree import Chunk
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["ChunkWriter"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
 _BATCH_CHUNKS = 64
+_GLANCE_S = 0.1
 
 
 class ChunkWriter:
@@ -34,38 +37,67 @@ class ChunkWriter:
             StoreError: The index cannot be read.
         """
         self.directory = disk.directory
+        self._is_open = True
         self._residency = residency
         self._disk = disk
         self._write_budget = disk.write_budget(write_budget)
-        self._flush_lock = threading.Lock()
-        self._index_lock = threading.Lock()
+        self._flush_lock = threading.Lock()  # hold it by `_alone` or while signals wait
+        self._index_lock = threading.Lock()  # hold it only while signals wait
+        self._new: list[Chunk] = []  # written since the last complete flush
+        self._lost: dict[bytes, Chunk] = {}  # to be dropped at the end of a flush
         self._write_failures, self._index_failures = FailureLog(_log), FailureLog(_log)
         n_invalid = disk.load(residency.tree)
         residency.counters.faults += len(n_invalid)
         residency.update.removed += n_invalid
 
     def flush(self) -> None:
-        """Write every dirty chunk to disk and commit the index; count and log errors."""
-        if self._residency.disk is None:  # the store was closed, or this is a forked child
-            return
-        with self._flush_lock:
-            written: list[Chunk] = []
-            lost: dict[bytes, Chunk] = {}
-            while self._residency.dirty:
-                n_dirty = len(self._residency.dirty)
-                batch, offsets = self._next_batch(lost)
-                if not batch and len(self._residency.dirty) == n_dirty:
-                    break  # today's write budget is used up
+        """Write every dirty chunk to disk and commit the index; count and log errors.
+
+        Ctrl-C ends this between two batches, and the next call continues.
+        """
+        while self._is_open and self._flush_batch():  # a forked child must not touch the locks
+            pass
+
+    def _flush_batch(self) -> bool:
+        """Write some dirty chunks; once no more can be written, commit and return False."""
+        with self._alone():
+            if not self._is_open:
+                return False
+            n_dirty = len(self._residency.dirty)
+            batch, offsets = self._next_batch()
+            if batch or len(self._residency.dirty) < n_dirty:
                 if self._residency.update.removed or self._residency.update.frees_space:
                     self._try_commit()  # no row may name a place that is about to be overwritten
-                written += self._write(batch, offsets, lost)
-            with self._residency.lock:
-                for chunk in reversed(lost.values()):  # contexts shrink from their end
-                    if self._residency.tree.get(chunk.id.key) is chunk:
-                        self._residency.drop(chunk)
-                self._residency.mark_written_used(written)
-            self._try_commit()
+                self._write(batch, offsets)
+                return True
+            self._end_flush()  # also if today's write budget is used up
+            return False
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let no other thread write chunks or erase any, and delay signals.
+
+        Signals are not delayed while this waits for another thread.
+        """
+        while True:
+            with signals_wait():
+                if self._flush_lock.acquire(timeout=_GLANCE_S):
+                    try:
+                        yield
+                    finally:
+                        self._flush_lock.release()
+                    return
+
+    def _end_flush(self) -> None:
+        with self._residency.lock:
+            for chunk in reversed(self._lost.values()):  # contexts shrink from their end
+                self._residency.drop(chunk)
+            self._lost.clear()
+            self._residency.mark_written_used(self._new)
+            self._new.clear()
+        self._try_commit()
+
+    @signals_wait()
     def commit(self) -> None:
         """Commit all changes to the index.
 
@@ -78,10 +110,12 @@ class ChunkWriter:
             update.writes = self._write_budget.written()
             try:
                 self._disk.index.apply(update)
-            except sqlite3.Error as error:
+            except BaseException as error:
                 with self._residency.lock:
                     self._residency.update = update.merged_with(self._residency.update)
-                raise StoreError(f"KV store's index: {error}") from error
+                if isinstance(error, sqlite3.Error):
+                    raise StoreError(f"KV store's index: {error}") from error
+                raise
 
     def erase_freed(self) -> None:
         """Commit all changes to the index, and erase the bytes of removed chunks on disk.
@@ -89,7 +123,12 @@ class ChunkWriter:
         Raises:
             StoreError: The commit or the erasure failed; the next call tries again.
         """
-        with self._flush_lock:  # no chunk may take these ranges meanwhile
+        with self._alone():  # no chunk may take these ranges meanwhile
+            if not self._is_open:
+                raise StoreError(
+                    f"KV store {self.directory} was closed before the bytes of removed "
+                    "chunks were erased; delete again after the next start"
+                )
             with self._residency.lock:
                 stale = self._disk.tier.take_stale()
                 self._residency.update.erases = True
@@ -110,23 +149,29 @@ class ChunkWriter:
             self._disk.tier.erase(stale)
             self.commit()
 
+    @signals_wait()
     def layout(self, root: bytes) -> str | None:
         """Return the layout of the cells under ``root`` that an earlier process stored, or None."""
         with self._index_lock:
             try:
-                return self._disk.index.layout(root)
+                return self._disk.index.layout(root) if self._is_open else None
             except sqlite3.Error as error:
                 self._failed(self._index_failures, error)
                 return None
 
+    @signals_wait()
     def close(self) -> None:
-        """Close the files."""
-        with self._index_lock, self._residency.lock:
+        """Close the files; a flush in another thread ends after its batch."""
+        self._is_open = False
+        with self._flush_lock, self._index_lock, self._residency.lock:
+            self._residency.disk = None
             self._disk.close()
 
     def abandon(self) -> None:
         """Close the files in a forked child without changing them, as the parent uses them."""
-        self._disk.abandon()
+        if self._is_open:
+            self._is_open = False
+            self._disk.abandon()
 
     def _try_commit(self) -> None:
         try:
@@ -136,8 +181,8 @@ class ChunkWriter:
         else:
             self._index_failures.worked()
 
-    def _next_batch(self, lost: dict[bytes, Chunk]) -> tuple[list[Chunk], list[int]]:
-        """Pin dirty chunks; return them with their offsets on disk. Others go to ``lost``."""
+    def _next_batch(self) -> tuple[list[Chunk], list[int]]:
+        """Pin dirty chunks; return them with their offsets on disk. Others are lost."""
         batch: list[Chunk] = []
         offsets: list[int] = []
         with self._residency.lock:
@@ -148,10 +193,10 @@ class ChunkWriter:
                     self._residency.counters.over_write_budget += 1
                     break
                 offset = None
-                if chunk.id.parent not in lost:
+                if chunk.id.parent not in self._lost:
                     offset = self._residency.reserve_disk(chunk.size)
                 if offset is None:
-                    self._lose(chunk, lost)
+                    self._lose(chunk)
                     self._residency.counters.no_room += 1
                     continue
                 self._residency.pin([chunk])
@@ -159,15 +204,12 @@ class ChunkWriter:
                 offsets.append(offset)
             return batch, offsets
 
-    def _lose(self, chunk: Chunk, lost: dict[bytes, Chunk]) -> None:
+    def _lose(self, chunk: Chunk) -> None:
         """Mark a chunk as lost: it cannot be written, so it could never leave RAM otherwise."""
         del self._residency.dirty[chunk.id.key]
-        lost[chunk.id.key] = chunk
+        self._lost[chunk.id.key] = chunk
 
-    def _write(
-        self, batch: Sequence[Chunk], offsets: Sequence[int], lost: dict[bytes, Chunk]
-    ) -> Sequence[Chunk]:
-        """Write a batch; return the chunks that are on disk now."""
+    def _write(self, batch: Sequence[Chunk], offsets: Sequence[int]) -> None:
         tier = self._disk.tier
         failure = None
         try:
@@ -190,12 +232,12 @@ class ChunkWriter:
                     continue
                 tier.cancel(offset, chunk.size)
                 if in_tree:
-                    self._lose(chunk, lost)
+                    self._lose(chunk)
             self._residency.unpin(batch)
-        return batch if failure is None else []
 
     def _written(self, chunk: Chunk, offset: int) -> None:
         chunk.disk = offset
+        self._new.append(chunk)
         self._disk.tier.queue.add(chunk)
         self._residency.dirty.pop(chunk.id.key, None)
         self._residency.queue_index_update(chunk)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.store_files import FILES
@@ -119,7 +118,7 @@ class DiskTier(Tier):
         offsets = [self.file_offset(offset) for offset, _ in ranges]
         try:
             _native.store_erase(self._file, offsets, [n_bytes for _, n_bytes in ranges])
-        except StoreError:
+        except BaseException:
             for offset, n_bytes in ranges:
                 self._mark_stale(offset, n_bytes)
             raise

@@ -256,8 +256,8 @@ class ChunkIndex:
         """Commit a set of changes."""
         db = self._db
         (tick,) = db.execute("SELECT coalesce(max(used), 0) FROM chunks").fetchone()
-        db.execute("BEGIN IMMEDIATE")
         try:
+            db.execute("BEGIN IMMEDIATE")
             db.executemany("DELETE FROM chunks WHERE key=?", ((k,) for k in update.removed))
             db.executemany(
                 "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -278,7 +278,7 @@ class ChunkIndex:
                 db.execute(f"PRAGMA application_id={_ERASING}")
             db.execute("COMMIT")
         except BaseException:
-            if db.in_transaction:  # SQLite ends it after some errors
+            if db.in_transaction:  # BEGIN may fail, and SQLite ends it after some errors
                 db.execute("ROLLBACK")
             raise
 

@@ -74,7 +74,7 @@ class ProcessShare:
             if missing <= 0:
                 return
             granted = process_memory.grant(min(self.withheld_bytes, max(missing, _STEP)))
-            with self._residency.lock:
+            with self._residency.changing():
                 self._withhold(max(0, self.withheld_bytes - granted // PAGE * PAGE))
 
     def release(self, n_bytes: int) -> int:
@@ -88,7 +88,7 @@ class ProcessShare:
         for flushes, may_lose in ((False, False), (True, False), (False, True)):
             if flushes and self._writer is not None:
                 self._writer.flush()
-            with self._residency.lock:
+            with self._residency.changing():
                 excess = max(0, self.usable_bytes - left)
                 is_met = self._withhold(self.withheld_bytes + excess, may_lose=may_lose)
                 self._withhold(self.withheld_bytes + self.promised_bytes)

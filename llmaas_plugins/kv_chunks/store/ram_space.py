@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from llmaas_plugins.kv_chunks.store.chunk_writer import ChunkWriter
 from llmaas_plugins.kv_chunks.store.process_share import ProcessShare
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["RamSpace"]
 
@@ -46,19 +47,21 @@ class RamSpace:
         """Bytes of the RAM tier that the memory limit of the process does not leave to it."""
         return self._process.withheld_bytes
 
+    @signals_wait()
     def allocate_buffer(self, n_bytes: int) -> NDArray[np.uint8] | None:
         """Reserve RAM-tier pages for transfer buffers; return None if they do not fit."""
         offset = self.reserve(n_bytes)
         if offset is None:
             return None
         self._process.buffer_bytes += n_bytes
-        with self._residency.lock:
+        with self._residency.changing():
             self._residency.ram.keep(offset)
         return self._residency.ram.view(offset, n_bytes)
 
+    @signals_wait()
     def free_buffer(self, area: NDArray[np.uint8]) -> None:
         """Free buffers that ``allocate_buffer`` returned."""
-        with self._residency.lock:
+        with self._residency.changing():
             ram = self._residency.ram
             ram.cancel(int(area.ctypes.data) - ram.address(0), len(area))
         self._process.buffer_bytes -= len(area)
@@ -88,7 +91,7 @@ class RamSpace:
         self.remove_closed_owners()
         self._process.claim(n_bytes - self._residency.lent(owner))
         for flushed in (False, True):
-            with self._residency.lock:
+            with self._residency.changing():
                 is_met = self._residency.lend(owner, n_bytes)
             if is_met or flushed or self._writer is None or not self._residency.dirty:
                 break
@@ -98,7 +101,7 @@ class RamSpace:
     def remove_closed_owners(self) -> None:
         """Drop the working sets and loans of owners that are gone."""
         while self._closed_owners:
-            with self._residency.lock:
+            with self._residency.changing():
                 self._residency.remove_owner(self._closed_owners.popleft())
 
     def reserve(self, n_bytes: int, parent: bytes | None = None) -> int | None:
@@ -106,13 +109,13 @@ class RamSpace:
         self.remove_closed_owners()
         self._process.claim(n_bytes)
         for flushed in (False, True):
-            with self._residency.lock:
+            with self._residency.changing():
                 offset = self._residency.reserve_ram(n_bytes, parent)
             if offset is not None or flushed or self._writer is None or not self._residency.dirty:
                 break
             self._writer.flush()
         if offset is None:
-            with self._residency.lock:
+            with self._residency.changing():
                 offset = self._residency.reserve_ram_by_loss(n_bytes, parent)
         if offset is None:
             self._residency.counters.no_room += 1

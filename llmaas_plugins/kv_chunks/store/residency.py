@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.store.counters import StoreCounters
@@ -14,12 +15,13 @@ from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.index import ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.store.ram_tier import RamTier
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree
+from llmaas_plugins.signals import signals_wait
 
 __all__ = ["ChunkResidency"]
 
 
 class ChunkResidency:
-    """State of a store. Hold ``lock`` for every call; no call does I/O.
+    """State of a store. Hold ``lock`` to read it, and ``changing`` to change it; no call does I/O.
 
     Attributes:
         lock: Lock that guards all of this state.
@@ -46,6 +48,12 @@ class ChunkResidency:
         self._working: dict[Hashable, frozenset[Chunk]] = {}
         self._lent: dict[Hashable, int] = {}
         self._pins: dict[int, list[Chunk]] = {}  # by thread
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the lock and delay signals, because an exception would leave half a change."""
+        with signals_wait(), self.lock:
+            yield
 
     # -- use ------------------------------------------------------------------------------------
 

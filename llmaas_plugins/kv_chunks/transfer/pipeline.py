@@ -87,7 +87,11 @@ class Workers(forks.Forked):
 
     def close(self) -> None:
         """Finish all queued jobs and stop the threads."""
-        for pool in (self.ahead, self.load, self.write):
+        pools = self.ahead, self.load, self.write
+        with signals_wait():  # Ctrl-C ends the wait below, but not before every pool is to end
+            for pool in pools:
+                pool.shutdown(wait=False)
+        for pool in pools:
             pool.shutdown(wait=True)
 
 

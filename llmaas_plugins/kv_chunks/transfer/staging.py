@@ -98,6 +98,7 @@ class Staging(forks.Forked):
         start = i % self.BUFFERS * n_bytes
         return self.all_buffers[start : start + n_bytes]
 
+    @signals_wait()  # until these buffers are known as allocated
     def _grow(self, n_bytes: int) -> None:
         if n_bytes <= len(self.all_buffers):
             return
