@@ -26,8 +26,8 @@ _CLASSES = (
     _OTHER,  # [^\s\p{L}\p{N}]+[\r\n/]*
     _SPACE,  # \s+
     _NOT_ASCII,  # [一-龥ࠀ-一가-퟿]+ and other ranges of letters, digits, marks and symbols
-    _ASIAN_MARK,  # [！…“”‘’—：；，、-〿︰-﹏]+
-    _NO_END,  # [^(\s|.,!?…。，、।۔،)]+
+    _ASIAN_MARK,  # Chinese and Japanese marks, with all of U+3001 to 303F
+    _NO_END,  # all but white space and sentence punctuation
 )
 _MORE_CLASSES = {
     "exaone-moe": _WORD,  # (?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+
@@ -39,8 +39,20 @@ _ENDS = frozenset([*map(ord, ".,!?"), 0x2026, 0x3001, 0x3002, 0xFF0C, 0x0964, 0x
 _SPLIT_FIRST = frozenset([0x3001, 0x3002, 0xFF0C, 0xFF01, 0xFF1F])
 """Chinese punctuation at which an earlier expression always splits, or that no range contains."""
 _ASIAN_MARKS = frozenset(
-    [0xFF01, 0xFF0C, 0xFF1A, 0xFF1B, 0x2026, 0x2014, 0x2018, 0x2019, 0x201C, 0x201D]
-    + [*range(0x3001, 0x3040), *range(0xFE30, 0xFE50)]
+    [
+        0xFF01,
+        0xFF0C,
+        0xFF1A,
+        0xFF1B,
+        0x2026,
+        0x2014,
+        0x2018,
+        0x2019,
+        0x201C,
+        0x201D,
+        *range(0x3001, 0x3040),
+        *range(0xFE30, 0xFE50),
+    ]
 )
 
 

@@ -124,7 +124,7 @@ def _check_matched(points: NDArray[np.uint32], pre: str | None) -> None:
     most = _most_matched()
     if (run := longest_run(points, pre, most)) > most:
         raise TextTooLongError(
-            f"This text has {run} characters in a row of one kind (letters, digits, white space, or "
+            f"This text has {run} characters in a row of one kind (letters, digits, white space or "
             f"others), the limit with this model is {most}: llama.cpp cannot split longer ones. "
             "Divide them."
         )
