@@ -102,10 +102,11 @@ def _check_numbers(checked: BaseModel) -> None:
         if getattr(checked, name) is None:
             raise _mistake(f"{name}: must be a number")
     for name in _FLOATS:
-        if abs(getattr(checked, name)) > LARGEST_FLOAT:
+        number = getattr(checked, name)
+        if abs(number) > LARGEST_FLOAT:
             raise _mistake(f"{name}: must be at most {LARGEST_FLOAT:g}")
-    if checked.temperature < 0:
-        raise _mistake(f"temperature: must be at least 0, found {checked.temperature:g}")
+        if number < 0:
+            raise _mistake(f"{name}: must be at least 0, found {number:g}")
 
 
 def _check_lists(checked: CreateChatCompletionRequest | CreateCompletionRequest) -> None:
