@@ -10,7 +10,7 @@ import threading
 
 import pytest
 from limited import ADMINISTRATOR, MAIL, NOTES, busy
-from served import LONG_N_CTX, drain, wait_until
+from served import drain, wait_until
 
 from llmaas_hooks import LimitError
 
@@ -276,17 +276,6 @@ def test_log_probabilities_that_the_engine_does_not_keep(request_, surplus):
     status, _, found = request_("POST", "/v1/completions", body)
     assert status == 400
     assert "logprobs is not supported" in found["error"]["message"]
-
-
-def test_tokens_that_make_no_text(request_):
-    status, _, found = request_("POST", "/extras/tokenize", {"input": "☃"})
-    half = found["tokens"][:-1]
-    status, _, found = request_("POST", "/extras/detokenize", {"tokens": half})
-    assert status == 400
-    assert "inside a character" in found["error"]["message"]
-    status, _, found = request_("POST", "/extras/detokenize", {"tokens": [5] * 5000})
-    assert status == 400
-    assert found["error"]["message"].startswith(f"tokens: at most {LONG_N_CTX} with this")
 
 
 # -- the line --------------------------------------------------------------------------------------
