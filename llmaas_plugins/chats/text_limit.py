@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import resource
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -31,6 +32,7 @@ glibc have 2 MiB.
 """
 _OWN_SPLITS = frozenset({"gpt-2", "llama-bpe", "qwen2", "smollm", "refact", "gemma4"})
 """Values of ``tokenizer.ggml.pre`` for which llama.cpp splits by code of its own instead."""
+_TWO_SPACES = re.compile(r" \s|\s ")
 _MOST_COMPARED = 1 << 28
 """Most comparisons with the tokens that llama.cpp searches for one by one; they take 1 to 2 s."""
 _SEARCHED = (
@@ -80,8 +82,14 @@ def check_text(llama: Any, text: bytes) -> None:
 
     Raises:
         TextTooLongError: Even with the longest tokens, the text does not fit into the context; or
-            it would take too long, or more stack than there is.
+            it would take too long, or more stack than there is, or fail.
     """
+    pre = llama.metadata.get("tokenizer.ggml.pre")
+    if pre == "whitespace" and _TWO_SPACES.search(text.decode(errors="replace")):
+        raise TextTooLongError(
+            "This text has a space beside other white space, at which llama.cpp would end the "
+            "process with this model. Send single spaces."
+        )
     n_ctx = llama.n_ctx()
     if len(text) <= min(n_ctx, _most_matched()):
         return
@@ -99,7 +107,7 @@ def check_text(llama: Any, text: bytes) -> None:
     points = np.frombuffer(text.decode(errors="replace").encode("utf-32-le"), np.uint32)
     if vocabulary.has_token is not None:
         _check_run(text, points, vocabulary.has_token)
-    elif (pre := llama.metadata.get("tokenizer.ggml.pre")) not in _OWN_SPLITS:
+    elif pre not in _OWN_SPLITS:
         _check_matched(points, pre)
 
 

@@ -159,6 +159,17 @@ def test_words_and_punctuation_are_no_runs(open_vocabulary):
         check_text(llama, (text * 5000).encode())
 
 
+def test_spaces_that_would_end_the_process_are_refused(open_vocabulary):
+    fields = {"tokenizer_pre": "whitespace", "token_merges": ["a b"]}
+    llama = open_vocabulary("gpt2", byte_tokens(), [TokenType.NORMAL] * 256, **fields)
+    for text in (b"two words", b"two\n\nlines", b" a"):
+        check_text(llama, text)
+        assert llama.tokenize(text, add_bos=False)
+    for text in (b"two  spaces", b"line\n indented", "a \u3000b".encode()):
+        with pytest.raises(TextTooLongError, match="Send single spaces"):
+            check_text(llama, text)
+
+
 @pytest.mark.parametrize(
     ("stack", "most"), [(8 << 20, 12_000), (64 << 20, 12_000), (2 << 20, 3000), (-1, 3000)]
 )
