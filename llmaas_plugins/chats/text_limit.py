@@ -33,6 +33,12 @@ glibc have 2 MiB.
 _OWN_SPLITS = frozenset({"gpt-2", "llama-bpe", "qwen2", "smollm", "refact", "gemma4"})
 """Values of ``tokenizer.ggml.pre`` for which llama.cpp splits by code of its own instead."""
 _TWO_SPACES = re.compile(r" \s|\s ")
+_DIGITS = re.compile(rb"[0-9]+")
+_MOST_DIGIT_PAIRS = 1 << 22
+"""Largest sum of the squares of numbers' lengths, which takes about 1 s.
+
+At each digit of a number, an expression of this model's tokenizer looks at all that follow.
+"""
 _MOST_COMPARED = 1 << 28
 """Most comparisons with the tokens that llama.cpp searches for one by one; they take 1 to 2 s."""
 _SEARCHED = (
@@ -85,11 +91,10 @@ def check_text(llama: Any, text: bytes) -> None:
             it would take too long, or more stack than there is, or fail.
     """
     pre = llama.metadata.get("tokenizer.ggml.pre")
-    if pre == "whitespace" and _TWO_SPACES.search(text.decode(errors="replace")):
-        raise TextTooLongError(
-            "This text has a space beside other white space, at which llama.cpp would end the "
-            "process with this model. Send single spaces."
-        )
+    if pre == "whitespace":
+        _check_spaces(text)
+    elif pre == "superbpe":
+        _check_digits(text)
     n_ctx = llama.n_ctx()
     if len(text) <= min(n_ctx, _most_matched()):
         return
@@ -117,6 +122,22 @@ def _most_matched() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
     stack = _DEFAULT_STACK if soft == resource.RLIM_INFINITY else soft
     return _MOST_MATCHED * min(stack, _FULL_STACK) // _FULL_STACK
+
+
+def _check_spaces(text: bytes) -> None:
+    if _TWO_SPACES.search(text.decode(errors="replace")):
+        raise TextTooLongError(
+            "This text has a space beside other white space, at which llama.cpp would end the "
+            "process with this model. Send single spaces."
+        )
+
+
+def _check_digits(text: bytes) -> None:
+    if sum(len(run) ** 2 for run in _DIGITS.findall(text)) > _MOST_DIGIT_PAIRS:
+        raise TextTooLongError(
+            f"This text of {len(text)} bytes has long numbers; tokenizing it with this model would "
+            "take too long. Divide them."
+        )
 
 
 def _check_searched(text: bytes, n_searched: NDArray[np.int64]) -> None:

@@ -170,6 +170,17 @@ def test_spaces_that_would_end_the_process_are_refused(open_vocabulary):
             check_text(llama, text)
 
 
+def test_numbers_that_would_take_too_long_are_refused(open_vocabulary):
+    fields = {"tokenizer_pre": "superbpe", "token_merges": ["a b"]}
+    llama = open_vocabulary("gpt2", byte_tokens(), [TokenType.NORMAL] * 256, **fields)
+    for text in (b"1" * 2000, b"1234567890 " * 10_000):
+        check_text(llama, text)
+        assert llama.tokenize(text, add_bos=False)
+    for text in (b"1" * 2100, (b"1" * 500 + b" ") * 20):
+        with pytest.raises(TextTooLongError, match="long numbers"):
+            check_text(llama, text)
+
+
 @pytest.mark.parametrize(
     ("stack", "most"), [(8 << 20, 12_000), (64 << 20, 12_000), (2 << 20, 3000), (-1, 3000)]
 )
