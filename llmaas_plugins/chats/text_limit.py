@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import resource
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
+
+from llmaas_plugins.chats.matched_runs import longest_run
 
 __all__ = ["TextTooLongError", "check_text"]
 
@@ -18,19 +23,22 @@ Before each such character, llama.cpp's SentencePiece tokenizer grows its output
 needed (``llm_tokenizer_spm_session::resegment``), and so copies all of it, 4 bytes a token. The
 product bounds these copies; they take at most 1 to 3 s.
 """
-_MOST_MATCHED = 12_000
-"""Most characters that llama.cpp may have to match at once.
+_MOST_MATCHED, _FULL_STACK, _DEFAULT_STACK = 12_000, 8 << 20, 2 << 20
+"""Most characters that llama.cpp may have to match at once, with 8 MiB of stack.
 
 Most BPE models have llama.cpp split texts by ``std::regex``, which recurses once for each character
-that it matches: with 8 MiB of stack, about 27,000 characters end the process.
+that it matches: about 27,000 characters end the process. Without a limit on the stack, threads of
+glibc have 2 MiB.
 """
 _OWN_SPLITS = frozenset({"gpt-2", "llama-bpe", "qwen2", "smollm", "refact", "gemma4"})
 """Values of ``tokenizer.ggml.pre`` for which llama.cpp splits by code of its own instead."""
-_ENDS = np.array(
-    [*map(ord, ".,!?"), 0x2026, 0x3001, 0x3002, 0xFF0C, 0x0964, 0x06D4, 0x060C], np.uint32
-)
-"""Punctuation that ends a match, also that of Chinese, Hindi, Urdu and Arabic."""
-_SPACES = np.array([*range(9, 14), 32, 0x85, 0xA0, *range(0x2000, 0x200B), 0x3000], np.uint32)
+_TWO_SPACES = re.compile(r" \s|\s ")
+_DIGITS = re.compile(rb"[0-9]+")
+_MOST_DIGIT_PAIRS = 1 << 22
+"""Largest sum of the squares of numbers' lengths, which takes about 1 s.
+
+At each digit of a number, an expression of this model's tokenizer looks at all that follow.
+"""
 _MOST_COMPARED = 1 << 28
 """Most comparisons with the tokens that llama.cpp searches for one by one; they take 1 to 2 s."""
 _SEARCHED = (
@@ -80,10 +88,15 @@ def check_text(llama: Any, text: bytes) -> None:
 
     Raises:
         TextTooLongError: Even with the longest tokens, the text does not fit into the context; or
-            it would take too long, or more stack than there is.
+            it would take too long, or more stack than there is, or fail.
     """
+    pre = llama.metadata.get("tokenizer.ggml.pre")
+    if pre == "whitespace":
+        _check_spaces(text)
+    elif pre == "superbpe":
+        _check_digits(text)
     n_ctx = llama.n_ctx()
-    if len(text) <= min(n_ctx, _MOST_MATCHED):
+    if len(text) <= min(n_ctx, _most_matched()):
         return
     kind = llama_cpp.llama_vocab_type(llama_cpp.llama_model_get_vocab(llama.model))
     if kind not in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE):
@@ -99,8 +112,32 @@ def check_text(llama: Any, text: bytes) -> None:
     points = np.frombuffer(text.decode(errors="replace").encode("utf-32-le"), np.uint32)
     if vocabulary.has_token is not None:
         _check_run(text, points, vocabulary.has_token)
-    elif llama.metadata.get("tokenizer.ggml.pre") not in _OWN_SPLITS:
-        _check_matched(points)
+    elif pre not in _OWN_SPLITS:
+        _check_matched(points, pre)
+
+
+@functools.cache
+def _most_matched() -> int:
+    """Return the most characters for the stack that this process's threads have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = _DEFAULT_STACK if soft == resource.RLIM_INFINITY else soft
+    return _MOST_MATCHED * min(stack, _FULL_STACK) // _FULL_STACK
+
+
+def _check_spaces(text: bytes) -> None:
+    if _TWO_SPACES.search(text.decode(errors="replace")):
+        raise TextTooLongError(
+            "This text has a space beside other white space, at which llama.cpp would end the "
+            "process with this model. Send single spaces."
+        )
+
+
+def _check_digits(text: bytes) -> None:
+    if sum(len(run) ** 2 for run in _DIGITS.findall(text)) > _MOST_DIGIT_PAIRS:
+        raise TextTooLongError(
+            f"This text of {len(text)} bytes has long numbers; tokenizing it with this model would "
+            "take too long. Divide them."
+        )
 
 
 def _check_searched(text: bytes, n_searched: NDArray[np.int64]) -> None:
@@ -112,13 +149,12 @@ def _check_searched(text: bytes, n_searched: NDArray[np.int64]) -> None:
         )
 
 
-def _check_matched(points: NDArray[np.uint32]) -> None:
-    kinds = np.isin(points, _SPACES) + 2 * np.isin(points, _ENDS)
-    ends = np.flatnonzero(np.diff(kinds, append=-1))
-    if (run := int(np.diff(ends, prepend=-1).max())) > _MOST_MATCHED:
+def _check_matched(points: NDArray[np.uint32], pre: str | None) -> None:
+    most = _most_matched()
+    if (run := longest_run(points, pre, most)) > most:
         raise TextTooLongError(
-            f"This text has {run} characters in a row without both white space and punctuation, "
-            f"the limit with this model is {_MOST_MATCHED}: llama.cpp cannot split longer ones. "
+            f"This text has {run} characters in a row of one kind (letters, digits, white space or "
+            f"others), the limit with this model is {most}: llama.cpp cannot split longer ones. "
             "Divide them."
         )
 

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware import Middleware
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from llama_cpp import llama_cpp
 from llama_cpp.server.app import create_app
 from starlette.exceptions import HTTPException
 
@@ -56,12 +57,17 @@ def make_application(
     own = Middleware(
         RequestMiddleware,
         **checks,
-        completion=OpenCompletion(server_engine()),
+        completion=OpenCompletion(server_engine(), _given(model_settings.seed)),
         grammars=grammars,
         max_body_bytes=int(config.max_body_bytes),
     )
     app.user_middleware[:] = [*_for_pages(config.allowed_origins), *middleware, own]
     return app
+
+
+def _given(seed: int) -> int | None:
+    """Return the seed that the operator chose, or None for a random one, as llama.cpp has it."""
+    return None if seed % (1 << 32) == llama_cpp.LLAMA_DEFAULT_SEED else seed
 
 
 def _for_pages(origins: tuple[str, ...]) -> list[Middleware]:

@@ -11,13 +11,13 @@ from llama_cpp.server.types import (
     CreateCompletionRequest,
     CreateEmbeddingRequest,
 )
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel
 
 from llmaas_hooks import ConfigError, Levels
 from llmaas_patches.internals import server_engine
+from llmaas_plugins.server.body_values import parsed, validated
 from llmaas_plugins.server.grammars import Wanted
-from llmaas_plugins.server.refusal import Refusal, mistakes
+from llmaas_plugins.server.refusal import Refusal
 from llmaas_plugins.service.level_arguments import check_levels, levels_of
 
 __all__ = ["LARGEST_FLOAT", "LONGEST_STOP", "MOST_STOPS", "check_body"]
@@ -27,18 +27,20 @@ _BODIES: dict[str, type[BaseModel]] = {
     "completion": CreateCompletionRequest,
     "embedding": CreateEmbeddingRequest,
 }
-_MOST_NESTED = 64
 _MOST_GRAMMAR_BYTES = 64 << 10
 MOST_STOPS, LONGEST_STOP = 64, 1024
 _MOST_BIASES = 1024
 _MOST_DIGITS = 10
+_MOST_TOKENS = 16_384
+"""Most tokens to turn into text: llama_cpp copies the whole text once for each token."""
+_MOST_LOGPROBS = 100
 _INT32 = range(-(1 << 31), 1 << 31)
 _RANGES = {
-    "max_tokens": _INT32,
-    "min_tokens": _INT32,
+    "max_tokens": range(1 << 31),
+    "min_tokens": range(1 << 31),
     "top_k": _INT32,
-    "logprobs": _INT32,
-    "top_logprobs": _INT32,
+    "logprobs": range(_MOST_LOGPROBS + 1),
+    "top_logprobs": range(_MOST_LOGPROBS + 1),
     "seed": range(-(1 << 31), 1 << 32),
 }
 LARGEST_FLOAT = 1e9
@@ -57,8 +59,8 @@ def check_body(route: str, body: bytes) -> tuple[Levels, list[Wanted]]:
     Raises:
         Refusal: The route cannot handle the body.
     """
-    values = _parsed(body)
-    checked = _validated(model, values) if (model := _BODIES.get(route)) is not None else None
+    values = parsed(body)
+    checked = validated(model, values) if (model := _BODIES.get(route)) is not None else None
     if route == "embedding" and values["input"] == []:
         raise _mistake("input: expected at least one text, found an empty list")
     if route == "embedding" and not server_engine().context_params.embeddings:
@@ -76,35 +78,6 @@ def check_body(route: str, body: bytes) -> tuple[Levels, list[Wanted]]:
         if (n_bytes := len(one.text.encode())) > _MOST_GRAMMAR_BYTES:
             raise one.mistake(f"it has {n_bytes} bytes, the limit is {_MOST_GRAMMAR_BYTES}")
     return _levels(values.get("level")), wanted
-
-
-def _parsed(body: bytes) -> dict[str, Any]:
-    """Parse a body, which must be a finite JSON object in UTF-8 with bounded nesting."""
-    try:
-        values = from_json(body)
-        json.dumps(values, allow_nan=False)
-    except ValueError as error:
-        raise _mistake(f"The body is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise _mistake(f"The body must be a JSON object, found {type(values).__name__}.")
-    if _is_nested_deeper(values, _MOST_NESTED):
-        raise _mistake(f"The body's JSON is nested deeper than {_MOST_NESTED} levels, the limit.")
-    return values
-
-
-def _is_nested_deeper(value: object, most: int) -> bool:
-    if isinstance(value, dict):
-        return not most or any(_is_nested_deeper(inner, most - 1) for inner in value.values())
-    if isinstance(value, list):
-        return not most or any(_is_nested_deeper(inner, most - 1) for inner in value)
-    return False
-
-
-def _validated(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise _mistake(mistakes(error.errors(include_input=False, include_url=False))) from error
 
 
 def _levels(value: object) -> Levels:
@@ -129,8 +102,11 @@ def _check_numbers(checked: BaseModel) -> None:
         if getattr(checked, name) is None:
             raise _mistake(f"{name}: must be a number")
     for name in _FLOATS:
-        if abs(getattr(checked, name)) > LARGEST_FLOAT:
+        number = getattr(checked, name)
+        if abs(number) > LARGEST_FLOAT:
             raise _mistake(f"{name}: must be at most {LARGEST_FLOAT:g}")
+        if number < 0:
+            raise _mistake(f"{name}: must be at least 0, found {number:g}")
 
 
 def _check_lists(checked: CreateChatCompletionRequest | CreateCompletionRequest) -> None:
@@ -175,9 +151,14 @@ def _wanted(values: dict[str, Any], *, is_chat: bool) -> Iterator[Wanted]:
 
 
 def _check_tokens(tokens: object) -> None:
-    """Refuse tokens outside the vocabulary, for which llama.cpp aborts the process."""
+    """Refuse tokens outside the vocabulary, for which llama.cpp aborts, and too many of them."""
     n_vocab = server_engine().n_vocab()
-    for token in tokens if isinstance(tokens, list) else []:
+    found = tokens if isinstance(tokens, list) else []
+    if len(found) > (most := min(server_engine().n_ctx(), _MOST_TOKENS)):
+        raise _mistake(
+            f"tokens: at most {most} with this context, found {len(found)}. Divide them."
+        )
+    for token in found:
         if not (isinstance(token, int) and 0 <= token < n_vocab):
             raise _mistake(f"tokens: expected numbers from 0 to {n_vocab - 1}, found {token!r}")
 

@@ -36,6 +36,10 @@ _NEEDS = {
     "hf-tokenizer-config": "hf_tokenizer_config_path",
 }
 """Chat formats that llama_cpp.server makes itself, with the option that each of them needs."""
+_NEED_TOKENIZER = dict.fromkeys(
+    ("functionary-v1", "functionary-v2"), "hf_pretrained_model_name_or_path"
+)
+"""Chat formats of llama_cpp that fail with each chat unless a tokenizer is loaded for them."""
 
 _TEXTS = ("chat_template", "bos_token", "eos_token")
 _FILES = ("lora_path", "hf_tokenizer_config_path", "clip_model_path")
@@ -156,7 +160,7 @@ def _check_tokenizer_config(path: Path) -> None:
 
 def _check_chat_format(model: Any) -> None:
     name = model.chat_format
-    if (needed := _NEEDS.get(name)) is not None:
+    if (needed := (_NEEDS | _NEED_TOKENIZER).get(name)) is not None:
         if getattr(model, needed) is None:
             raise ConfigError(f"--chat_format {name} needs --{needed}. Give it, too.")
         return

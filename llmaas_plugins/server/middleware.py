@@ -77,6 +77,7 @@ _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _WITHOUT, _LEVEL = b"x-llmaas-without", b"x-llmaas-level"
 _MOST_DISCARDED = 16 << 20
 _MOST_CHECKS = 4
+_SMALL_BODY = 16 << 10
 _OTHER = Route("other", "", "administrator", waits=False)  # 404s and redirects
 
 
@@ -112,6 +113,7 @@ class RequestMiddleware:
         self._metrics = metrics
         self._grammars = grammars
         self._checks = anyio.CapacityLimiter(1)  # a check that waits its turn occupies no thread
+        self._bodies = anyio.CapacityLimiter(1)  # large ones in turn, or the event loop would wait
         self._checking: Counter[str] = Counter()
         self._max_body_bytes = max_body_bytes
 
@@ -151,7 +153,10 @@ class RequestMiddleware:
             levels = _levels(scope)
         if scope["method"] == "POST":
             body = await self._read(scope, receive)
-            asked, wanted = await run_in_threadpool(check_body, route.name, body)
+            large = self._bodies if len(body) > _SMALL_BODY else None
+            asked, wanted = await anyio.to_thread.run_sync(
+                check_body, route.name, body, limiter=large
+            )
             levels = asked.over(levels)
             if wanted:
                 with serving_context(None, app or None):

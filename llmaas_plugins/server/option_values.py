@@ -6,11 +6,13 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = ["IMAGE_FORMATS", "check_values"]
 
@@ -47,12 +49,17 @@ _RANGES = {
 }
 """Integers that work. Each request allocates and clears ``last_n_tokens_size`` numbers."""
 
+_NOT_NEGATIVE = ("rope_freq_base", "rope_freq_scale", "yarn_orig_ctx")
+"""Numbers with which, if they were negative, llama.cpp would compute no probabilities (NaN)."""
+
 _OVERRIDE = re.compile(
     r"[^=]{1,127}=(bool:(true|false|1|0)|int:[+-]?\d{1,18}|float:[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
     r"|str:[^=:]{0,127})",
     re.ASCII | re.IGNORECASE,
 )
 """Entries of a model's file with other values; llama_cpp ignores one without a type."""
+
+_KINDS = ("bool", "int", "float", "str")
 
 IMAGE_FORMATS = (
     "llava-1-5",
@@ -115,6 +122,9 @@ def _unknown(model: Any) -> Iterator[str]:
 
 
 def _failing(model: Any) -> Iterator[str]:
+    for name in _NOT_NEGATIVE:
+        if (found := getattr(model, name)) < 0:
+            yield f"--{name} must be at least 0, found {found:g}: no token could be computed."
     if model.vocab_only:
         yield "--vocab_only loads no weights, so that no call could be answered. Leave it out."
     name = "hf_pretrained_model_name_or_path"
@@ -128,6 +138,8 @@ def _failing(model: Any) -> Iterator[str]:
 
 
 def _without_effect(model: Any) -> Iterator[str]:
+    if model.kv_overrides and model.hf_model_repo_id is None:
+        yield from _other_types(model)
     if model.lora_base is not None:
         yield "--lora_base has no effect: adapters are added to the model itself. Leave it out."
     if model.clip_model_path is not None and model.chat_format not in IMAGE_FORMATS:
@@ -146,3 +158,18 @@ def _without_effect(model: Any) -> Iterator[str]:
             "--rpc_servers has no effect: this llama-cpp-python was built without RPC. Build it "
             "with CMAKE_ARGS=-DGGML_RPC=on, or leave it out."
         )
+
+
+def _other_types(model: Any) -> Iterator[str]:
+    """Yield problems with overrides of another type than the file's entry has."""
+    fields = read_header(Path(model.model)).fields
+    for text in model.kv_overrides:
+        key, _, typed = text.partition("=")
+        kind = typed.partition(":")[0].lower()
+        has = type(fields[key]).__name__ if key in fields else kind
+        has = has if has in _KINDS else "list"
+        if has != kind:
+            yield (
+                f"--kv_overrides {text} has no effect: the file's {key} has the type {has}. "
+                "Give a value of this type, or leave it out."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -49,8 +50,8 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
 
 def mistakes(errors: Iterable[Any]) -> str:
     """Describe pydantic's ``errors()`` about a body in one line."""
-    lines = [f"{'.'.join(map(str, error['loc']))}: {_reason(error)}" for error in errors]
-    return "; ".join(lines[:_MOST_MISTAKES])
+    first = itertools.islice(errors, _MOST_MISTAKES)
+    return "; ".join(f"{'.'.join(map(str, error['loc']))}: {_reason(error)}" for error in first)
 
 
 def _reason(error: Any) -> str:

@@ -19,6 +19,8 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from llmaas_hooks import ConfigError, Levels, LimitError, PluginError, StoreError
+from llmaas_patches.internals import server_engine
+from llmaas_plugins.chats.text_limit import TextTooLongError, check_text
 from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.body_checks import LARGEST_FLOAT, LONGEST_STOP, MOST_STOPS
 from llmaas_plugins.server.metrics import CONTENT_TYPE_LATEST, Metrics
@@ -94,6 +96,8 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
     @router.post("", status_code=201)
     def new_context(app: str, body: NewContextBody) -> dict[str, Any]:
         with _http_errors():
+            if body.system:
+                check_text(server_engine(), body.system.encode())
             return service.bind(app).new_context(body.system).record().summary()
 
     @router.get("")
@@ -173,5 +177,6 @@ def _status(error: Exception) -> int | None:
     """Return the HTTP status for ``error``, or None if only a traceback in the log explains it."""
     if isinstance(error, PluginError) and isinstance(error.__cause__, StoreError):
         return 503  # the disk failed, so the context cannot be deleted now
-    kinds = {LookupError: 404, LimitError: 429, ConfigError: 422, TypeError: 422, StoreError: 503}
+    kinds: dict[type[Exception], int] = {TextTooLongError: 400, LookupError: 404, LimitError: 429}
+    kinds |= {ConfigError: 422, TypeError: 422, StoreError: 503}
     return next((status for kind, status in kinds.items() if isinstance(error, kind)), None)

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import re
+import secrets
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -27,6 +28,7 @@ _MISTAKES = re.compile(
 )
 """Messages of exceptions that a request caused, not the server."""
 _TOO_LONG = re.compile("exceed context window")
+_SEED_BITS = 31  # not all ones, with which llama.cpp would draw another seed
 
 engine_lock: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.asynccontextmanager(
     server.get_llama_proxy
@@ -40,8 +42,13 @@ class OpenCompletion:
     generator much later, and it would then save cells that belong to the next call.
     """
 
-    def __init__(self, llama: Any) -> None:
-        """Track the completions of ``llama``."""
+    def __init__(self, llama: Any, seed: int | None = None) -> None:
+        """Track the completions of ``llama``, and give ``seed`` to those that have none.
+
+        Without ``seed``, the system's randomness gives one. llama_cpp itself would draw it from the
+        seed of the completion before, which may be another app's.
+        """
+        self._seed = seed
         self._create = llama.create_completion
         self._last: object = None
         llama.create_completion = self._begin
@@ -57,6 +64,8 @@ class OpenCompletion:
             self._last.close()
 
     def _begin(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("seed") is None:
+            kwargs["seed"] = secrets.randbits(_SEED_BITS) if self._seed is None else self._seed
         self._last = self._create(*args, **kwargs)
         return self._last
 
@@ -84,6 +93,11 @@ def explain_mistakes() -> None:
     def explained(handler: Any, error: Exception, body: Any = None) -> tuple[int, Any]:
         if isinstance(error, RequestValidationError):
             raise error  # to the exception handler of all routes
+        if isinstance(error, UnicodeDecodeError):
+            message = (
+                "tokens: their text begins or ends inside a character. Send all of its tokens."
+            )
+            return 400, error_body(400, message)["error"]
         if isinstance(error, TextTooLongError) and not error.n_tokens:
             return 400, error_body(400, str(error))["error"]
         if _is_about_messages(error):

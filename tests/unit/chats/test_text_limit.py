@@ -9,6 +9,7 @@ from gguf import TokenType
 from llama_cpp import Llama
 
 from llmaas_eval.models import finish, open_writer
+from llmaas_plugins.chats import text_limit
 from llmaas_plugins.chats.prompts import prompt_tokens
 from llmaas_plugins.chats.text_limit import TextTooLongError, check_text
 
@@ -115,6 +116,86 @@ def test_runs_that_would_end_the_process_are_refused(open_vocabulary, monkeypatc
     for text in (b"a" * 12_001, b"words " + b"!" * 12_001, b" " * 30_000):
         with pytest.raises(TextTooLongError, match="cannot split longer ones"):
             check_text(llama, text)
+
+
+MIXED = {
+    ".-": ("gpt-4o", "deepseek-llm", "falcon", "tekken", "default"),
+    "!\n": ("gpt-4o",),
+    "$é-": ("deepseek-v3",),
+    "a\u0301": ("deepseek-v3", "youtu"),
+    "a ": ("exaone-moe",),
+    "१∑": ("deepseek-coder",),
+    "カ・": ("deepseek-v3", "afmoe"),
+    "。々": ("youtu",),
+    "1a-": ("bloom", "whitespace"),
+}
+"""Characters that an expression of llama.cpp matches in one piece, by turns."""
+
+
+@pytest.mark.parametrize(
+    ("pre", "characters"), [(pre, found) for found, values in MIXED.items() for pre in values]
+)
+def test_characters_by_turns_do_not_hide_a_run(open_vocabulary, pre, characters):
+    fields = {"tokenizer_pre": pre, "token_merges": ["a b"]}
+    llama = open_vocabulary("gpt2", byte_tokens(), [TokenType.NORMAL] * 256, **fields)
+    llama.n_ctx = lambda: LARGE
+    n = 12_000 // len(characters)
+    check_text(llama, text := (characters * n).encode())
+    assert llama.tokenize(text, add_bos=False)
+    with pytest.raises(TextTooLongError, match="cannot split longer ones"):
+        check_text(llama, (characters * 25_000).encode())
+
+
+def test_words_and_punctuation_are_no_runs(open_vocabulary):
+    fields = {"tokenizer_pre": "gpt-4o", "token_merges": ["a b"]}
+    llama = open_vocabulary("gpt2", byte_tokens(), [TokenType.NORMAL] * 256, **fields)
+    llama.n_ctx = lambda: LARGE
+    for text in (
+        "It is 5 o'clock, isn't it? ",
+        "我们去吃饭。",
+        "for (i = 0; i < 9; i++) {\n",
+        "é 😀 ",
+    ):
+        check_text(llama, (text * 5000).encode())
+
+
+def test_spaces_that_would_end_the_process_are_refused(open_vocabulary):
+    fields = {"tokenizer_pre": "whitespace", "token_merges": ["a b"]}
+    llama = open_vocabulary("gpt2", byte_tokens(), [TokenType.NORMAL] * 256, **fields)
+    for text in (b"two words", b"two\n\nlines", b" a"):
+        check_text(llama, text)
+        assert llama.tokenize(text, add_bos=False)
+    for text in (b"two  spaces", b"line\n indented", "a \u3000b".encode()):
+        with pytest.raises(TextTooLongError, match="Send single spaces"):
+            check_text(llama, text)
+
+
+def test_numbers_that_would_take_too_long_are_refused(open_vocabulary):
+    fields = {"tokenizer_pre": "superbpe", "token_merges": ["a b"]}
+    llama = open_vocabulary("gpt2", byte_tokens(), [TokenType.NORMAL] * 256, **fields)
+    for text in (b"1" * 2000, b"1234567890 " * 10_000):
+        check_text(llama, text)
+        assert llama.tokenize(text, add_bos=False)
+    for text in (b"1" * 2100, (b"1" * 500 + b" ") * 20):
+        with pytest.raises(TextTooLongError, match="long numbers"):
+            check_text(llama, text)
+
+
+@pytest.mark.parametrize(
+    ("stack", "most"), [(8 << 20, 12_000), (64 << 20, 12_000), (2 << 20, 3000), (-1, 3000)]
+)
+def test_runs_are_shorter_where_stacks_are(open_vocabulary, monkeypatch, stack, most):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (stack, -1))
+    text_limit._most_matched.cache_clear()
+    fields = {"tokenizer_pre": "gpt-4o", "token_merges": ["a b"]}
+    llama = open_vocabulary("gpt2", byte_tokens(), [TokenType.NORMAL] * 256, **fields)
+    llama.n_ctx = lambda: LARGE
+    try:
+        check_text(llama, b"a" * most)
+        with pytest.raises(TextTooLongError, match=f"the limit with this model is {most}"):
+            check_text(llama, b"a" * (most + 1))
+    finally:
+        text_limit._most_matched.cache_clear()
 
 
 def test_runs_are_not_limited_where_llama_cpp_splits_by_itself(open_vocabulary, monkeypatch):

@@ -219,6 +219,31 @@ def test_arguments_of_chat_templates_that_llama_cpp_sets():
     assert settings("--chat_template_kwargs", '{"enable_thinking": true}')[1]
 
 
+@pytest.mark.parametrize("name", ["functionary-v1", "functionary-v2"])
+def test_formats_that_need_a_tokenizer(refusal, monkeypatch, name):
+    needed = "--hf_pretrained_model_name_or_path"
+    assert refusal("--chat_format", name) == f"--chat_format {name} needs {needed}. Give it, too."
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    assert settings("--chat_format", name, needed, "x")[1]
+
+
+@pytest.mark.parametrize("name", ["rope_freq_base", "rope_freq_scale", "yarn_orig_ctx"])
+def test_numbers_that_give_no_probabilities(refusal, name):
+    assert refusal(f"--{name}", "-1").startswith(f"--{name} must be at least 0, found -1: no token")
+    assert settings(f"--{name}", "1")[1]
+
+
+def test_overrides_of_another_type_than_the_files(refusal):
+    wrong = {"float:512": "int", "int:1": "bool", "str:x": "list"}
+    keys = ("llama.context_length", "tokenizer.ggml.add_bos_token", "tokenizer.ggml.tokens")
+    for key, (value, kind) in zip(keys, wrong.items(), strict=True):
+        found = refusal("--kv_overrides", f"{key}={value}")
+        assert found.startswith(f"--kv_overrides {key}={value} has no effect: the file's {key}")
+        assert f"has the type {kind}." in found
+    for right in ("llama.context_length=int:512", "another.key=bool:true"):
+        assert settings("--kv_overrides", right)[1].kv_overrides == [right]
+
+
 def test_the_formats_that_the_server_makes_are_all_known():
     source = inspect.getsource(server_model.LlamaProxy.load_llama_from_model_settings)
     tests = re.findall(r"settings\.chat_format (?:==|in) (.*):", source)

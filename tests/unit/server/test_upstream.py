@@ -35,3 +35,11 @@ def test_a_text_that_is_too_slow_to_tokenize_whatever_its_message(explain, body)
     status, found = explain(caught.value, body)
     assert status == 400
     assert found["message"] == "Divide this text."
+
+
+def test_tokens_that_end_inside_a_character(explain):
+    with pytest.raises(UnicodeDecodeError) as caught:
+        "☃".encode()[:2].decode()
+    status, found = explain(caught.value)
+    assert status == 400
+    assert found["message"].startswith("tokens: their text begins or ends inside a character")
