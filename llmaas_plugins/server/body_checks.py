@@ -36,7 +36,7 @@ _MOST_TOKENS = 16_384
 _MOST_LOGPROBS = 100
 _INT32 = range(-(1 << 31), 1 << 31)
 _RANGES = {
-    "max_tokens": range(1 << 31),
+    "max_tokens": range(-1, 1 << 31),
     "min_tokens": range(1 << 31),
     "top_k": _INT32,
     "logprobs": range(_MOST_LOGPROBS + 1),

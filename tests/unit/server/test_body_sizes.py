@@ -78,17 +78,18 @@ def test_a_mistake_elsewhere_is_named_beside_many_messages():
 
 
 @pytest.mark.parametrize(
-    ("route", "name", "wrong", "most"),
+    ("route", "name", "wrong", "least", "most"),
     [
-        ("completion", "logprobs", 101, 100),
-        ("chat", "top_logprobs", 101, 100),
-        ("chat", "max_tokens", -5, (1 << 31) - 1),
+        ("completion", "logprobs", 101, 0, 100),
+        ("chat", "top_logprobs", 101, 0, 100),
+        ("chat", "max_tokens", -5, -1, (1 << 31) - 1),
     ],
 )
-def test_ranges_are_named_as_they_are(route, name, wrong, most):
+def test_ranges_are_named_as_they_are(route, name, wrong, least, most):
     body = CHAT if route == "chat" else {"prompt": "Hi", "logit_bias_type": "tokens"}
-    assert refusal(body | {name: wrong}, route) == f"{name}: must be from 0 to {most}"
-    check_body(route, json.dumps(body | {name: 100}).encode())
+    assert refusal(body | {name: wrong}, route) == f"{name}: must be from {least} to {most}"
+    for right in (least, 100):
+        check_body(route, json.dumps(body | {name: right}).encode())
 
 
 @pytest.mark.parametrize("route", ["chat", "completion"])
