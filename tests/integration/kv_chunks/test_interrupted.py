@@ -74,7 +74,9 @@ def test_no_app_reuses_the_cells_of_another_ones_interrupted_request(make, patch
     llama = make()
     with serving_context(None, "B"):
         ask(llama, OTHER, 3)
+    with serving_context(None, "A"):
         ask(llama, PROMPT, 3)
+    with serving_context(None, "B"):
         interrupts.is_next = True
         with pytest.raises(KeyboardInterrupt):
             ask(llama, OTHER, 3)
