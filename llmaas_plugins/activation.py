@@ -56,21 +56,27 @@ class Suite:
     """An activation: the enabled plugins, their hooks, and the patches that call them."""
 
     def __init__(self, config: Config, listeners: Mapping[str, object]) -> None:
-        """Load, configure and register the plugins, then the listeners, then patch llama_cpp."""
-        from llmaas_patches import install  # import patches only when activated
-
+        """Prepare an activation, which ``open`` begins and ``close`` ends."""
         self.config = config
         self.hooks = HookManager(config.on_error)
+        self._listeners = listeners
+        self._depth = 1
+
+    def open(self) -> None:
+        """Load, configure and register the plugins, then the listeners, then patch llama_cpp."""
+        global _active  # noqa: PLW0603  one activation per process, because patches are global
+        from llmaas_patches import install  # import patches only when activated
+
         try:
-            for name in config.enabled():
-                self.hooks.register(name, make_plugin(name, config))
-            for name, listener in listeners.items():
+            for name in self.config.enabled():
+                self.hooks.register(name, make_plugin(name, self.config))
+            for name, listener in self._listeners.items():
                 self.hooks.register(name, listener)
             self._installed = install(self.hooks)
+            _active = self
         except BaseException:
-            self.hooks.shutdown()
+            self.close()
             raise
-        self._depth = 1
 
     def status(self) -> dict[str, Any]:
         """Return the plugins' reports by name, their errors, and the patched entry points.
@@ -144,11 +150,14 @@ class Suite:
 
     def close(self) -> None:
         """Revert the patches and close the plugins, however many activations are open."""
-        global _active  # noqa: PLW0603  one activation per process, because patches are global
+        global _active  # noqa: PLW0603
+        installed = getattr(self, "_installed", None)  # None if a plugin could not be loaded
         try:
-            self._installed.revert()
+            if installed is not None:
+                installed.revert()
         finally:
-            if not self._installed.targets():  # otherwise Ctrl-C came again; call this again
+            is_patched = installed is not None and installed.targets()
+            if _active is self and not is_patched:  # otherwise Ctrl-C came again; call this again
                 _active = None
             self.hooks.shutdown()
 
@@ -217,22 +226,31 @@ def activate(
         PluginError: A plugin cannot be imported, created or registered; nothing was patched.
         IncompatibleError: The installed llama-cpp-python is not supported; nothing was patched.
     """
-    global _active  # noqa: PLW0603
     wanted = config if isinstance(config, Config) else load_config(config)
-    with _lock:
-        if _active is None:
-            _active = Suite(wanted, listeners or {})
-            _close_at_exit()
-            _say_what_is_without_effect(wanted)
-        elif _active.config == wanted and not listeners:
-            _active.nest()
-        else:
-            raise ConfigError(
-                "llmaas_plugins is active with another configuration. Under `llmaas run` or "
-                "`llmaas serve` leave out activate(); elsewhere call deactivate() on the active "
-                "suite first"
-            )
-        return _active
+    suite = Suite(wanted, listeners or {})
+    try:
+        with _lock:
+            if _active is None:
+                suite.open()
+                _close_at_exit()
+                _say_what_is_without_effect(wanted)
+            else:
+                _require_equal(_active, wanted, listeners)
+                _active.nest()
+                suite = _active
+            return suite
+    except BaseException:  # also Ctrl-C after the last patch
+        suite.deactivate()
+        raise
+
+
+def _require_equal(active: Suite, wanted: Config, listeners: Mapping[str, object] | None) -> None:
+    if active.config != wanted or listeners:
+        raise ConfigError(
+            "llmaas_plugins is active with another configuration. Under `llmaas run` or "
+            "`llmaas serve` leave out activate(); elsewhere call deactivate() on the active "
+            "suite first"
+        )
 
 
 def _say_what_is_without_effect(config: Config) -> None:

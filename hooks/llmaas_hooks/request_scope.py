@@ -58,11 +58,15 @@ def current() -> RequestScope:
 @contextmanager
 def entered(scope: RequestScope) -> Iterator[None]:
     """Use ``scope`` inside the block."""
-    token = _scope.set(scope)
+    outer = _scope.get()
     try:
+        _scope.set(scope)  # inside, because Ctrl-C may come right after it
         yield
+    except GeneratorExit:  # maybe later or in another task, where the scope is not this block's
+        outer = outer if _scope.get() is scope else _scope.get()
+        raise
     finally:
-        _scope.reset(token)
+        _scope.set(outer)
 
 
 @contextmanager

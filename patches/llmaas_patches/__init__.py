@@ -14,7 +14,7 @@ from llama_cpp import Llama
 from llmaas_hooks import HookManager
 from llmaas_patches.compat import TESTED_VERSIONS, VERSION_RANGE, check_version
 from llmaas_patches.host import Host
-from llmaas_patches.patcher import Applied, apply
+from llmaas_patches.patcher import Applied
 from llmaas_patches.table import PATCHES
 
 __all__ = [
@@ -32,6 +32,16 @@ class Installed:
         """Take over the host and the applied patches from ``install``."""
         self._host = host
         self._applied = applied
+
+    def apply(self) -> None:
+        """Watch the garbage collector and patch llama_cpp.
+
+        Raises:
+            IncompatibleError: The patches do not support the installed llama-cpp-python; nothing
+                was patched.
+        """
+        self._host.collecting.start()
+        self._applied.apply(PATCHES, self._host)
 
     def targets(self) -> list[str]:
         """Return the dotted names of all patched functions."""
@@ -73,12 +83,15 @@ class Installed:
         with contextlib.ExitStack() as stack:  # each callback runs whatever the others raise
             stack.callback(host.collecting.stop)
             stack.callback(self._applied.revert)
-            stack.callback(_close, host)
+            stack.callback(host.background.close)
+            if host.native is not None:
+                stack.callback(host.native.close)
             stack.callback(setattr, host.hooks, "is_ending", True)
+            stack.callback(self.settle)
+            for work in (host.give_up_parked, host.end_paused):
+                stack.callback(work)  # again, as Ctrl-C may cut off the first call
+                stack.callback(work)
             host.log_buffer.replay()
-            host.end_paused()
-            host.give_up_parked()
-            self.settle()
 
 
 def install(hooks: HookManager) -> Installed:
@@ -89,18 +102,10 @@ def install(hooks: HookManager) -> Installed:
             patched.
     """
     check_version()
-    host = Host(hooks)
+    installed = Installed(Host(hooks), Applied())
     try:
-        applied = apply(PATCHES, host)
-    except BaseException:
-        _close(host)
+        installed.apply()
+    except BaseException:  # also Ctrl-C after the last patch
+        installed.revert()
         raise
-    host.collecting.start()
-    return Installed(host, applied)
-
-
-def _close(host: Host) -> None:
-    """Detach from the engine and end the background thread, before the patches are reverted."""
-    if host.native is not None:
-        host.native.close()
-    host.background.close()
+    return installed

@@ -147,10 +147,7 @@ class BackgroundWork(forks.Forked):
         """Finish all queued jobs and end the thread; idempotent."""
         if threading.get_ident() not in self._workers:
             self._jobs.put(None)
-            try:
-                self._startable.pop()
-                self._ended.set()
-            except IndexError:
+            if self._start():  # even for no job: only the thread itself says that it has ended
                 self._ended.wait()
         self._drain()
         self._is_closed = True

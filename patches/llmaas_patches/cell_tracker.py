@@ -9,7 +9,7 @@ the tokens that ``Llama`` recorded. Cells that do hold the recorded tokens are c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
 from llama_cpp import llama_cpp
@@ -123,6 +123,24 @@ class CellTracker:
         for end in [end for end in self.due if end.is_paused]:
             end.finish()
 
+    def end(self, end: Due) -> None:
+        """Do the work at the end of a request, unless it is done or another thread does it.
+
+        After Ctrl-C the request stays registered, and the next use of the context goes on with it.
+        """
+        if end not in self.due:
+            return
+        try:
+            with suppress(ValueError):  # another thread was first
+                self.due.remove(end)
+            end()
+        except Exception:
+            raise
+        except BaseException:
+            if not self.is_closed:
+                self.due.append(end)
+            raise
+
     def changed(self, start: int | None) -> None:
         """Record that cells of sequence 0 from position ``start`` on changed; None means none."""
         if start is None:
@@ -206,8 +224,9 @@ class CellTracker:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Treat calls inside the block as a plugin's."""
-        was_lent, self.is_lent = self.is_lent, True
+        was_lent = self.is_lent
         try:
+            self.is_lent = True
             yield
         finally:
             self.is_lent = was_lent
@@ -222,8 +241,9 @@ class CellTracker:
     @contextmanager
     def in_call(self) -> Iterator[None]:
         """Keep other threads from freeing plugins' sequences inside the block."""
-        was_in_call, self.is_in_call = self.is_in_call, True
+        was_in_call = self.is_in_call
         try:
+            self.is_in_call = True
             yield
         finally:
             self.is_in_call = was_in_call
@@ -232,8 +252,11 @@ class CellTracker:
         """Free plugins' sequences if the plugins have ended and nothing uses the context."""
         is_used = self.is_in_call or any(not end.is_paused for end in self.due)
         if self.must_free_parked and not (is_used or self.is_closed):
-            self.must_free_parked = False
-            self.give_up_parked()
+            self.must_free_parked = False  # first, because freeing ends calls, which come here
+            try:
+                self.give_up_parked()
+            finally:
+                self.must_free_parked = bool(self.parked)  # after Ctrl-C
 
     def claimed(self, call: str) -> None:
         """Free plugins' sequences, because the app's call uses one that it did not ask for."""

@@ -49,7 +49,6 @@ class LlamaEngine:
     Attributes:
         load: How its model was opened; None if it was opened before the activation.
         needs_all_logits: Whether the running completion reads the logits of its whole prompt.
-        is_restoring: Whether a plugin restores cells, or was cut off and they were not dropped yet.
         n_outputs: Number of last prompt tokens that give logits and states in this request.
         n_said: Tokens in ``Llama``'s records of the running or last request, without those that a
             draft model only proposed.
@@ -74,12 +73,13 @@ class LlamaEngine:
         self.model: int = int(llama.model)
         self.n_seq_max = n_seq_max
         self.needs_all_logits = False
-        self.is_restoring = False
         self.n_outputs = 1
         self.n_said = 0
         self.app_drafts = False
         self._outputs = Outputs(self.ctx, bool(llama._logits_all))
         setattr(llama._batch, OUTPUTS, self._outputs)
+        self._before_restore: Tokens | None = None
+        self._n_before_restore = 0
         self._has_restored = False
         self._has_told = False
         self._tracker = tracker
@@ -103,7 +103,12 @@ class LlamaEngine:
         return self._llama() is not None and not self._tracker.is_closed
 
     def resident_tokens(self) -> Tokens:
-        """Return a copy, shape ``(n,)``, of the tokens in sequence 0 at positions 0…n-1."""
+        """Return a copy, shape ``(n,)``, of the tokens in sequence 0 at positions 0…n-1.
+
+        Until a restore ends, these are the tokens from before it.
+        """
+        if self._before_restore is not None:
+            return self._before_restore.copy()
         return np.array(self.llama._input_ids, dtype=np.int32)
 
     @property
@@ -213,24 +218,49 @@ class LlamaEngine:
         first = llama_cpp.llama_memory_seq_pos_min(memory, 0)
         return n == 0 or (first == 0 and llama_cpp.llama_memory_seq_pos_max(memory, 0) >= n - 1)
 
-    def set_restored(self, tokens: Tokens) -> None:
+    @property
+    def is_restoring(self) -> bool:
+        """Whether a plugin restores cells, or was cut off and they were not dropped yet."""
+        return self._before_restore is not None
+
+    def begin_restore(self) -> None:
+        """Empty ``Llama``'s records until a plugin has restored cells.
+
+        If Ctrl-C cuts the restore off, the app then uses none of its cells.
+        """
+        self._n_before_restore = self.llama.n_tokens  # may exceed the length of its buffer
+        self._before_restore = self.resident_tokens()
+        self.llama.n_tokens = 0
+
+    def keep_unrestored(self) -> None:
+        """Put ``Llama``'s records back, because no plugin restored cells."""
+        self.llama.n_tokens = self._n_before_restore
+        self._before_restore = None
+
+    def set_restored(self, tokens: Tokens, app: str | None) -> None:
         """Set the tokens that ``Llama``'s cells hold now, so that it evaluates only the rest.
 
         Restored cells come without logits, so ``_requires_eval`` makes ``Llama`` decode at least
         one token before it samples. Their rows of ``scores`` are set to zero, because ``Llama``
         slices all rows, which may hold another prompt's logits or unwritten memory.
+
+        Args:
+            tokens: Tokens of sequence 0.
+            app: App whose tokens they are.
         """
         if self.llama._logits_all:
             self.llama.scores[common_prefix(self.resident_tokens(), tokens) : len(tokens)] = 0
         self._has_restored = True
         self._tracker.n_explained = len(tokens)
+        self.resident_app = app  # before the records, so that no other app reuses the cells
         self._set_resident(tokens)
+        self._before_restore = None
 
     def _set_resident(self, tokens: Tokens) -> None:
         llama = self.llama
-        llama.n_tokens = len(tokens)
-        llama.input_ids[: len(tokens)] = tokens
         require_evaluation(llama)
+        llama.input_ids[: len(tokens)] = tokens
+        llama.n_tokens = len(tokens)  # last: Ctrl-C may come in between
 
     def reusable_tokens(self) -> Tokens:
         """Return the leading ``resident_tokens`` whose cells may be saved or reused.
@@ -245,9 +275,8 @@ class LlamaEngine:
         n = self._tracker.sparse_from
         if n is None or n >= self.llama.n_tokens:
             return
-        if self.llama._ctx.kv_cache_seq_rm(0, n, -1):
-            self._set_resident(self.resident_tokens()[:n])
-        else:  # this memory cannot drop a range
+        self._set_resident(self.resident_tokens()[:n])  # first: without records, no cell is used
+        if not self.llama._ctx.kv_cache_seq_rm(0, n, -1):  # this memory cannot drop a range
             self.drop_resident()
 
     def drop_unsaid(self, n_held: int) -> None:
@@ -262,9 +291,9 @@ class LlamaEngine:
         llama = self.llama
         is_proposed = llama.draft_model is not None and not self.app_drafts
         if is_proposed and self.n_said < n_held == llama.n_tokens:
-            llama._ctx.kv_cache_seq_rm(0, self.n_said, -1)
-            llama.n_tokens = self.n_said
             require_evaluation(llama)
+            llama.n_tokens = self.n_said
+            llama._ctx.kv_cache_seq_rm(0, self.n_said, -1)
 
     def drop_resident(self) -> None:
         """Empty sequence 0, in the cells and in ``Llama``'s records."""
@@ -287,7 +316,7 @@ class LlamaEngine:
                 llama_cpp.llama_memory_seq_rm(memory, sequence, -1, -1)
         self._tracker.parked.clear()
         self._tracker.is_lent = False  # the restore may have been cut off before it said so
-        self.is_restoring = False
+        self._before_restore = None
 
     def drop_restored(self) -> None:
         """Empty sequence 0 if any of its cells was restored and thus came without logits."""
@@ -325,13 +354,8 @@ class LlamaEngine:
         that the second thread sees the work that the first one deferred.
         """
         with self._ending:
-            due = self._tracker.due
-            for end in ends or tuple(due):
-                try:
-                    due.remove(end)
-                except ValueError:  # already ended, for example with its context
-                    continue
-                end()
+            for end in ends or tuple(self._tracker.due):
+                self._tracker.end(end)
 
     def defer(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the background thread; calls into this context wait until it is done."""

@@ -176,10 +176,12 @@ class Host:
         """Free a model by calling ``free``, once it has no contexts."""
 
         def go() -> None:
-            self.loads.pop(model, None)  # another model may get this address
-            if self.native is not None:
-                self.native.forget_model(model)
-            free()
+            try:
+                self.loads.pop(model, None)  # another model may get this address
+                if self.native is not None:
+                    self.native.forget_model(model)
+            finally:
+                free()
 
         self.lifetimes.free_model(model, go)
 

@@ -15,7 +15,8 @@ Loading a model waits for queued frees, so that two models are not in memory at 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 
 from llama_cpp import llama_cpp
 
@@ -45,7 +46,7 @@ class Lifetimes:
         self._collecting = collecting
         self._by_ctx: dict[int, _Life] = {}
         self._living: set[_Life] = set()
-        self._doomed: dict[int, Callable[[], None]] = {}
+        self._doomed: dict[int, Iterator[None]] = {}
 
     def context_made(self, ctx: int, model: int) -> None:
         """Register a new context, whose model must not be freed before it."""
@@ -72,35 +73,38 @@ class Lifetimes:
                 another context may get its address.
             free: Function that frees the context.
         """
-        life = self._by_ctx.pop(ctx, None)
+        life = self._by_ctx.get(ctx)
         if life is None:  # created before the activation
             life = _Life(int(llama_cpp.llama_get_model(ctx)))
             self._living.add(life)
+        tells, frees = _once(tell), _once(free)
 
-        def go() -> None:
+        def go() -> None:  # the next call goes on where Ctrl-C cut off this one
             try:
-                tell()
+                next(tells, None)
             finally:
+                if self._by_ctx.get(ctx) is life:  # another context may get this address
+                    self._by_ctx.pop(ctx, None)
                 try:
-                    free()
+                    next(frees, None)
                 finally:
                     self._living.discard(life)
                     self._release(life.model)
 
-        if self._collecting.may_wait():
-            try:
+        try:
+            if self._collecting.may_wait():
                 self._background.settle(ctx)
-            except BaseException:  # Ctrl-C during the wait
-                self._background.defer(handles, go, is_free=True)
-                raise
-            go()
-        else:
+                go()
+                return
+        except BaseException:  # Ctrl-C, maybe before the free
             self._background.defer(handles, go, is_free=True)
+            raise
+        self._background.defer(handles, go, is_free=True)
 
     def free_model(self, model: int, free: Callable[[], None]) -> None:
         """Free a model, now or with its last context."""
-        self._doomed[model] = free
         try:
+            self._doomed[model] = _once(free)
             self.settle()
         finally:
             self._release(model)
@@ -109,10 +113,24 @@ class Lifetimes:
         """Wait for queued frees, if this thread may wait."""
         if self._background.pending and self._collecting.may_wait():
             self._background.settle_frees()
+        for model in tuple(self._doomed):  # if Ctrl-C came before their release
+            self._release(model)
 
     def _release(self, model: int) -> None:
         if any(life.model == model for life in tuple(self._living)):
             return
-        free = self._doomed.pop(model, None)
-        if free is not None:
-            free()
+        frees = self._doomed.get(model)
+        if frees is not None:
+            try:
+                self._doomed.pop(model, None)  # first: another model may get this address
+            finally:
+                next(frees, None)
+
+
+def _once(work: Callable[[], None]) -> Iterator[None]:
+    """Return an iterator whose first ``next`` calls ``work``.
+
+    The iterator is C code. Ctrl-C comes before or after it, so the call is neither lost nor made
+    twice.
+    """
+    return map(operator.call, [work])

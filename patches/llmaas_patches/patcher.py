@@ -18,7 +18,7 @@ from llmaas_patches.compat import is_since
 if TYPE_CHECKING:
     from llmaas_patches.host import Host
 
-__all__ = ["Applied", "Patch", "apply", "check", "resolve"]
+__all__ = ["Applied", "Patch", "check", "resolve"]
 
 _lock = forks.lock()
 _log = logging.getLogger("llmaas.patches")
@@ -65,10 +65,35 @@ class Applied:
         """Start without patches."""
         self._undo: list[tuple[Any, str, Any, Any]] = []
 
-    def replace(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
-        """Set ``owner.name`` and remember how to restore it."""
-        setattr(owner, name, replacement)
+    def apply(self, patches: Sequence[Patch], host: Host) -> None:
+        """Check every patch against the installed release, then apply all of them or none.
+
+        Modules that already imported a function by name also get the replacement.
+
+        Raises:
+            IncompatibleError: A target is missing or has other parameters.
+        """
+        try:
+            with _lock:
+                self._apply([(patch, _check(patch)) for patch in patches if patch.applies], host)
+        except BaseException:
+            self.revert()
+            raise
+
+    def _apply(self, found: Sequence[tuple[Patch, Any]], host: Host) -> None:
+        replacements: dict[int, tuple[Any, Any]] = {}
+        for patch, original in found:
+            replacement = patch.wrap(host, original)
+            replacements[id(original)] = original, replacement
+            for target in (patch.target, *patch.also):
+                self._replace(*resolve(target), original, replacement)
+        for copy in list(_copies(replacements)):
+            self._replace(*copy)
+
+    def _replace(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
+        """Remember how to restore ``owner.name``, then set it: Ctrl-C may come in between."""
         self._undo.append((owner, name, original, replacement))
+        setattr(owner, name, replacement)
 
     def targets(self) -> list[str]:
         """Return the dotted names of all patched functions."""
@@ -82,42 +107,17 @@ class Applied:
         """
         with _lock:
             while self._undo:
-                owner, name, original, replacement = self._undo.pop()
-                if inspect.getattr_static(owner, name, None) is replacement:
+                owner, name, original, replacement = self._undo[-1]
+                found = inspect.getattr_static(owner, name, None)
+                if found is replacement:
                     setattr(owner, name, original)
-                else:
+                elif found is not original:
                     _log.warning(
                         "%s.%s was patched again by other code and is not restored",
                         owner.__name__,
                         name,
                     )
-
-
-def apply(patches: Sequence[Patch], host: Host) -> Applied:
-    """Check every patch against the installed release, then apply all of them or none.
-
-    Modules that already imported a function by name also get the replacement.
-
-    Raises:
-        IncompatibleError: A target is missing or has other parameters.
-    """
-    with _lock:
-        found = [(patch, _check(patch)) for patch in patches if patch.applies]
-        applied = Applied()
-        try:
-            replacements: dict[int, tuple[Any, Any]] = {}
-            for patch, original in found:
-                replacement = patch.wrap(host, original)
-                replacements[id(original)] = original, replacement
-                for target in (patch.target, *patch.also):
-                    owner, name = resolve(target)
-                    applied.replace(owner, name, original, replacement)
-            for module, name, original, replacement in list(_copies(replacements)):
-                applied.replace(module, name, original, replacement)
-        except BaseException:
-            applied.revert()
-            raise
-        return applied
+                self._undo.pop()  # last: Ctrl-C may come before
 
 
 def check(patches: Sequence[Patch]) -> list[tuple[str, str | None]]:

@@ -60,7 +60,7 @@ def restore(suite, llama, prompt):
     with engine.lent():
         restored = suite.hooks.kv_restore(Request(engine, np.array(prompt, np.int32), None))
     if restored is not None:
-        engine.set_restored(np.array(prompt[: restored.n_tokens], np.int32))
+        engine.set_restored(np.array(prompt[: restored.n_tokens], np.int32), engine.resident_app)
     return restored, cells(llama)
 
 

@@ -19,6 +19,7 @@ from llmaas_hooks import (
     UnknownPluginError,
     hookimpl,
 )
+from llmaas_patches import collecting
 from llmaas_plugins import activate, activation, active_suite, load_config
 
 RECORDER = {"plugins": {"recorder": {"level": 5}}}
@@ -50,6 +51,27 @@ def test_an_exception_deactivates(dist_plugins):
     with pytest.raises(ZeroDivisionError), activate(RECORDER):
         raise ZeroDivisionError
     assert dist_plugins.events[-1] == "shutdown"
+
+
+@pytest.mark.parametrize(
+    ("owner", "last"),
+    [(collecting.Collecting, "start"), (activation, "_say_what_is_without_effect")],
+    ids=["in install", "after it"],
+)
+def test_ctrl_c_at_the_end_of_activate_leaves_nothing_patched(
+    dist_plugins, monkeypatch, owner, last
+):
+    original = getattr(owner, last)
+
+    def interrupted(*args):
+        original(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, last, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        activate(RECORDER)
+    assert active_suite() is None  # and ``vanilla_again`` looks at the patches
+    assert dist_plugins.events == ["construct", "shutdown"]
 
 
 def test_nothing_enabled():

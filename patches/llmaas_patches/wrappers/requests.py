@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -31,6 +32,8 @@ from llmaas_patches.host import Host
 
 __all__ = ["wrap_create_completion", "wrap_generate"]
 
+_Tokens = Generator[int, Sequence[int] | None, None]
+
 
 def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Llama.generate``: call the request hooks around it.
@@ -47,29 +50,27 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         tokens = _readable_twice(tokens)
         inner = original(self, tokens, *args, **kwargs)  # checks the arguments now, runs later
         given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
-        return steps(self, tokens, given, inner, request_scope.current())
+        run = _Run(given, request_scope.current())
+        found = steps(self, tokens, inner, run)
+        run.generator = weakref.ref(found)
+        return found
 
-    def steps(
-        llama: Llama,
-        tokens: Sequence[int],
-        given: Mapping[str, Any],
-        inner: Generator[int, Sequence[int] | None, None],
-        scope: RequestScope,
-    ) -> Generator[int, Sequence[int] | None, None]:
-        end, first_output = _begin(host, llama, tokens, given, scope)
-        engine, clock = end.engine, end.clock
-        engine.begin(end)
+    def steps(llama: Llama, tokens: Sequence[int], inner: _Tokens, run: _Run) -> _Tokens:
+        end = _register(host, llama, tokens, run)
+        engine, clock = end.engine, run.clock
         try:
+            first_output = _begin(host, end)
             # `Llama.reset`, which comes first, gives the records to the scope's app
-            with engine.giving_outputs(first_output), request_scope.entered(scope):
+            with engine.giving_outputs(first_output), request_scope.entered(run.scope):
                 token = next(inner, None)
             engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
             while token is not None:
                 clock.token()
                 end.n_held = int(llama.n_tokens)
+                run.is_yielding = True
                 engine.free_parked_at_end()
                 reply = yield token
-                clock.is_paused = False
+                run.is_yielding = False
                 try:
                     token = inner.send(reply)
                 except StopIteration:
@@ -143,39 +144,44 @@ def _is_app_s(readers: Any) -> bool:
     )
 
 
-def _begin(
-    host: Host,
-    llama: Llama,
-    tokens: Sequence[int],
-    given: Mapping[str, Any],
-    scope: RequestScope,
-) -> tuple[_End, int | None]:
-    """End other requests on the engine, begin this one, and restore cells.
+def _register(host: Host, llama: Llama, tokens: Sequence[int], run: _Run) -> _End:
+    """End other requests on the engine and register this one, so that it is ended whatever comes.
 
     Returns:
-        Work to do at the request's end, and the first token that must give logits.
+        Work to do at the request's end.
     """
     host.collecting.require_none()  # plugins cannot be called there
-    clock = _Clock()
+    run.clock = _Clock()
     engine = host.engine(llama)
     engine.end()  # ends other requests whose generators are still open
     engine.settle()
     engine.drop_half_restored()
-    resets = given.get("reset", True)
-    if resets:
+    if run.resets:
         engine.drop_sparse()
     engine.app_drafts = llama.draft_model is not None
-    request = _request(engine, tokens, given, scope)
+    end = _End(host, engine, _request(engine, tokens, run.given, run.scope), run)
+    engine.begin(end)
+    return end
+
+
+def _begin(host: Host, end: _End) -> int | None:
+    """Begin a request, and restore cells.
+
+    Returns:
+        First token that must give logits; None if only the last one must.
+    """
+    engine, request, run = end.engine, end.request, end.run
+    end.is_begun = True
     try:
-        with request_scope.entered(scope):
-            n_reused, first_output = _prepare(host, engine, request, resets=resets)
+        with request_scope.entered(run.scope):
+            end.n_reused, first_output = _prepare(host, engine, request, resets=run.resets)
         engine.resident_app = request.app  # the remaining cells and all later ones
     except BaseException:
-        engine.n_outputs = 1
-        host.hooks.request_end(request, clock.stats(len(request.tokens), 0))
+        engine.n_outputs, end.n_reused = 1, 0
         raise
-    clock.prepared()
-    return _End(host, engine, request, clock, n_reused), first_output
+    run.clock.prepared()
+    end.saves = True
+    return first_output
 
 
 def _prepare(
@@ -199,11 +205,37 @@ def _prepare(
     return n_reused if first_output is None else min(n_reused, first_output), first_output
 
 
+class _Run:
+    """Run of a generator that an app got from ``Llama.generate``.
+
+    Attributes:
+        given: Arguments of the call.
+        scope: Blocks in which the call was made.
+        resets: Whether the request drops the cells that its prompt does not begin with.
+        clock: Timing of the request.
+        generator: Reference to the generator, which owns this object.
+        is_yielding: Whether the generator waits for the app, or is about to.
+    """
+
+    generator: weakref.ref[Any]
+
+    def __init__(self, given: Mapping[str, Any], scope: RequestScope) -> None:
+        self.given, self.scope = given, scope
+        self.resets = bool(given.get("reset", True))
+        self.clock = _Clock()
+        self.is_yielding = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the generator waits for the app or has ended, by Ctrl-C anywhere too."""
+        generator = self.generator()
+        return self.is_yielding or generator is None or not generator.gi_running
+
+
 class _Clock:
-    """Timing of one request, and whether it waits for the app."""
+    """Timing of one request."""
 
     def __init__(self) -> None:
-        self.is_paused = False
         self._started = time.perf_counter()
         self._prepare_s = 0.0
         self._first_token_s: float | None = None
@@ -216,7 +248,6 @@ class _Clock:
         self._n_generated += 1
         if self._first_token_s is None:
             self._first_token_s = time.perf_counter() - self._started
-        self.is_paused = True
 
     def stats(self, n_prompt: int, n_reused: int) -> RequestStats:
         return RequestStats(
@@ -230,41 +261,51 @@ class _Clock:
 
 
 class _End:
-    """Work to do at the end of a request.
+    """Work to do at the end of a request. If Ctrl-C cuts it off, the next call goes on with it.
 
     Attributes:
+        n_reused: Number of leading prompt tokens that were in the cells.
         n_held: Tokens in ``Llama``'s records when the last token was given to the app.
+        is_begun: Whether plugins may know the request.
+        saves: Whether the request's cells must still be saved.
     """
 
-    def __init__(
-        self, host: Host, engine: LlamaEngine, request: Request, clock: _Clock, n_reused: int
-    ) -> None:
-        self.engine, self.clock = engine, clock
-        self._host, self._request, self._n_reused = host, request, n_reused
-        self._saves = True
-        self.n_held = 0
+    def __init__(self, host: Host, engine: LlamaEngine, request: Request, run: _Run) -> None:
+        self.engine, self.request, self.run = engine, request, run
+        self._host = host
+        self._is_disowned = False
+        self.n_reused = self.n_held = 0
+        self.is_begun = self.saves = False
 
     @property
     def is_paused(self) -> bool:
-        return self.clock.is_paused
+        return self.run.is_paused
 
     def disown(self, context_id: str) -> None:
-        if self._request.context_id == context_id:
-            self._saves = False
+        if self.request.context_id == context_id:
+            self._is_disowned = True
 
     def finish(self) -> None:
         self.engine.end(self)
 
     def __call__(self) -> None:
-        hooks, request = self._host.hooks, self._request
+        request, stats = self.request, self.run.clock.stats
         try:
-            if self.n_held and _can_save(self.engine):
-                self.engine.drop_unsaid(self.n_held)
-            is_own = self.engine.resident_app == request.app  # another app may have reset it since
-            if self._saves and is_own and _can_save(self.engine):
-                hooks.kv_save(request, self.engine.reusable_tokens())
+            saves, self.saves = self.saves, False
+            if saves:
+                self._save()
         finally:
-            hooks.request_end(request, self.clock.stats(len(request.tokens), self._n_reused))
+            if self.is_begun:
+                self._host.hooks.request_end(request, stats(len(request.tokens), self.n_reused))
+                self.is_begun = False
+
+    def _save(self) -> None:
+        engine = self.engine
+        if self.n_held and _can_save(engine):
+            engine.drop_unsaid(self.n_held)
+        is_own = engine.resident_app == self.request.app  # another app may have reset it since
+        if is_own and not self._is_disowned and _can_save(engine):
+            self._host.hooks.kv_save(self.request, engine.reusable_tokens())
 
 
 def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
@@ -292,18 +333,19 @@ def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
         return _keep_own(engine, request)
     if not engine.has_room_for(len(request.tokens)):  # ``Llama`` is about to raise
         return _keep_own(engine, request)
-    engine.is_restoring = True
+    engine.begin_restore()
     try:
         restored = _ask_to_restore(host, engine, request)
-        if restored is not None:
-            engine.set_restored(request.tokens[: restored.n_tokens])
+        if restored is None:
+            engine.keep_unrestored()
+        else:
+            engine.set_restored(request.tokens[: restored.n_tokens], request.app)
     except BaseException as error:  # after Ctrl-C the cells are unknown, too
         engine.drop_half_restored()
         if not isinstance(error, PluginError):
             raise
         host.hooks.handle(error)
         return 0
-    engine.is_restoring = False
     return _keep_own(engine, request) if restored is None else restored.n_tokens
 
 

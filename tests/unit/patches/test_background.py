@@ -205,3 +205,21 @@ def test_work_that_is_interrupted_while_it_is_queued_is_done_once(background, is
     background.settle(1)
     assert seen == [1, 2]
     assert background.pending == {}
+
+
+@pytest.mark.parametrize("n_jobs", [0, 1])
+def test_ctrl_c_anywhere_in_close_leaves_a_second_close_that_ends(n_jobs):
+    for n in itertools.count(1):
+        background, seen = BackgroundWork(Collecting()), []
+        for _ in range(n_jobs):
+            background.defer((1,), lambda seen=seen: seen.append(1))
+        with Interruption(n, background_module, threading) as interruption:
+            background.close()
+        closes = threading.Thread(target=background.close, daemon=True)
+        closes.start()
+        closes.join(10)
+        assert not closes.is_alive(), interruption.where
+        assert seen == [1] * n_jobs
+        if not interruption.came:
+            break
+    assert n > 5

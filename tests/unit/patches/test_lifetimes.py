@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import threading
 
 import pytest
 from forking import in_child
+from interrupting import Interruption
 
+from llmaas_patches import background, collecting
 from llmaas_patches.background import BackgroundWork
 from llmaas_patches.collecting import Collecting
 from llmaas_patches.lifetimes import Lifetimes
@@ -168,6 +171,24 @@ def test_a_free_that_is_interrupted_is_done_later(life):
     gate.set()
     life.lifetimes.settle()
     assert life.events == ["told 1", "freed 1", "llmaas-background"]
+
+
+def test_ctrl_c_anywhere_before_a_free_loses_neither_context_nor_model():
+    for n in itertools.count(1):
+        life = Life()
+        life.make(1)
+        life.save(1)
+        with Interruption(n, background, collecting) as interruption:
+            life.free(1)
+        with Interruption(n, background, collecting) as second:
+            life.free_model()
+        life.lifetimes.settle()
+        life.background.close()
+        assert life.events.count("freed 1") == life.events.count("told 1") == 1, interruption.where
+        assert life.events[-1] == "model", (interruption.where, second.where)
+        if not interruption.came:
+            break
+    assert n > 20
 
 
 @pytest.mark.parametrize("order", [(1, 2, "model"), ("model", 1, 2), (2, "model", 1)], ids=str)

@@ -14,7 +14,7 @@ from llama_cpp import llama_cpp as bindings
 
 from llmaas_hooks import HookManager, IncompatibleError
 from llmaas_patches import compat, install
-from llmaas_patches.patcher import Patch, apply, check, resolve
+from llmaas_patches.patcher import Applied, Patch, check, resolve
 from llmaas_patches.table import PATCHES
 
 
@@ -24,6 +24,12 @@ def wrap(host, original):
         return ("wrapped", original(*args))
 
     return wrapper
+
+
+def apply(patches, host):
+    applied = Applied()
+    applied.apply(patches, host)
+    return applied
 
 
 @pytest.fixture

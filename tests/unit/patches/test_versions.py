@@ -11,7 +11,7 @@ import pytest
 
 from llmaas_hooks import HookManager, IncompatibleError
 from llmaas_patches import compat, install
-from llmaas_patches.patcher import Patch, apply, check
+from llmaas_patches.patcher import Applied, Patch, check
 from llmaas_patches.table import PATCHES
 
 ROOT = Path(__file__).parents[3]
@@ -66,12 +66,14 @@ def missing(since):
 def test_a_name_of_a_later_release_is_left_out():
     later = missing("0.3.99")
     assert check([later]) == []
-    apply([later], None).revert()
+    applied = Applied()
+    applied.apply([later], None)
+    applied.revert()
 
 
 def test_a_name_that_the_release_should_have_is_drift():
     with pytest.raises(IncompatibleError, match="llama_made_up is missing"):
-        apply([missing("0.3.30")], None)
+        Applied().apply([missing("0.3.30")], None)
 
 
 def test_only_names_of_later_releases_are_left_out_here():

@@ -158,7 +158,8 @@ class Ours(OneContext):
         self._evaluate_last(step)
         with self._engine.lent():
             super()._grown(step)
-        self._engine.set_restored(step.after)  # as if ``Llama`` had evaluated these tokens
+        # as if ``Llama`` had evaluated these tokens
+        self._engine.set_restored(step.after, self._engine.resident_app)
 
     def _evaluate_last(self, step: Step) -> None:
         """Evaluate the last token, then put the injected cell back.
