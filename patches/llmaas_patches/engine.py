@@ -279,6 +279,19 @@ class LlamaEngine:
         if not self.llama._ctx.kv_cache_seq_rm(0, n, -1):  # this memory cannot drop a range
             self.drop_resident()
 
+    def forget_dropped(self) -> None:
+        """Shorten ``Llama``'s records to the cells that there are, after a request was cut off.
+
+        ``Llama.generate`` drops cells before it records that. Later requests would fail if Ctrl-C
+        came in between.
+        """
+        if not self.is_alive or self.llama.ctx is None:  # the app may have closed it meanwhile
+            return
+        memory = llama_cpp.llama_get_memory(self.ctx)
+        n_cells = llama_cpp.llama_memory_seq_pos_max(memory, 0) + 1
+        if n_cells < self.llama.n_tokens:
+            self._set_resident(self.resident_tokens()[:n_cells])
+
     def drop_unsaid(self, n_held: int) -> None:
         """Drop the tokens that a plugin's draft model proposed and the app was not given.
 

@@ -76,6 +76,11 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
                 except StopIteration:
                     return
                 engine.n_said += 1 if reply is None else 1 + len(reply)
+        except GeneratorExit:
+            raise
+        except BaseException:  # Ctrl-C may come anywhere
+            engine.forget_dropped()
+            raise
         finally:
             inner.close()
             if not host.collecting.here():  # otherwise the next request ends it

@@ -147,3 +147,23 @@ def test_a_request_that_is_cut_off_ends_with_the_apps_next_batch(
     llama.eval(OWN)
     assert tracker.due == []
     assert name == "begin" or None in ear.reused
+
+
+def test_cells_that_llama_dropped_and_did_not_record(make, patched, monkeypatch):
+    """``Llama.generate`` keeps the common prefix's cells, and records their number afterwards."""
+    patched(parks=Parks())
+    llama, vanilla = make(), make()
+    ask(llama, PROMPT, 3)
+    real = llama._ctx.kv_cache_seq_rm
+
+    def removed(*args):
+        assert real(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llama._ctx, "kv_cache_seq_rm", removed)
+        with pytest.raises(KeyboardInterrupt):
+            ask(llama, [*PROMPT[:10], *OTHER], 3)
+    (tokens, rows), (expected, expected_rows) = ask(llama, PROMPT, 3), ask(vanilla, PROMPT, 3)
+    assert tokens == expected
+    assert np.abs(rows - expected_rows).max() < 1e-3
