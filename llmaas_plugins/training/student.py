@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -89,10 +90,12 @@ class Teacher(Decoder):
 
 
 class Level(nn.Module):
-    """A model at some widths, with an adapter at each matrix of ``ADAPTED``.
+    """A model at some widths, with an adapter at each matrix of ``adapted``.
 
     The parameters are named ``layer:matrix:a`` and ``layer:matrix:b``.
     """
+
+    adapted: ClassVar[tuple[str, ...]] = ADAPTED
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class Level(nn.Module):
         chance = torch.Generator().manual_seed(seed)
         self.adapters = nn.ParameterDict()
         for layer in range(teacher.blocks.n_layers):
-            for name in ADAPTED:
+            for name in self.adapted:
                 n_in, n_out = dimensions_of(teacher.blocks, widths, layer, name)
                 a = torch.randn(rank, n_in, generator=chance) / n_in**0.5
                 self.adapters[f"{layer}:{name}:a"] = nn.Parameter(a)
@@ -143,7 +146,7 @@ class Level(nn.Module):
     def weights(self, layer: int) -> Weights:
         """Return the part of a layer's weights that the level uses, and the adapters."""
         found = self.narrowed(layer)
-        for name in ADAPTED:
+        for name in self.adapted:
             bias = self._biases.get(f"blk.{layer}.{name}.weight")
             if bias is not None:
                 found[f"{name}.bias"] = bias + found.get(f"{name}.bias", 0)
@@ -179,7 +182,7 @@ class Level(nn.Module):
 
     def put(self, stored: Mapping[str, LowRank]) -> None:
         """Use stored adapters, which may have other ranks, by the names of their weights."""
-        for layer, name in product(range(self.teacher.blocks.n_layers), ADAPTED):
+        for layer, name in product(range(self.teacher.blocks.n_layers), self.adapted):
             one = stored.get(f"blk.{layer}.{name}.weight")
             if one is not None:
                 for part, values in zip("ab", one.floats(), strict=True):
@@ -195,10 +198,13 @@ class Level(nn.Module):
 
 def dimensions_of(blocks: Blocks, widths: Widths, layer: int, name: str) -> tuple[int, int]:
     """Return the columns and rows of a matrix that a level uses."""
-    heads = int(widths.groups[layer]) * blocks.group_width
-    neurons, n_embd = int(widths.neurons[layer]), blocks.n_embd
+    n_groups, n_embd = int(widths.groups[layer]), blocks.n_embd
+    heads, keys = n_groups * blocks.group_width, n_groups * blocks.head_dim
+    neurons = int(widths.neurons[layer])
     return {
         "attn_q": (n_embd, heads),
+        "attn_k": (n_embd, keys),
+        "attn_v": (n_embd, keys),
         "attn_output": (heads, n_embd),
         "ffn_gate": (n_embd, neurons),
         "ffn_up": (n_embd, neurons),

@@ -20,7 +20,7 @@ from llmaas_plugins.training.recovery import Recipe
 from llmaas_plugins.training.student import Level, Teacher, dimensions_of
 from llmaas_plugins.training.trainer import Kept, Settings, train
 
-__all__ = ["ARMS", "Arm", "Gains", "Nested", "learned"]
+__all__ = ["ARMS", "Arm", "AtPapersMatrices", "Gains", "Nested", "learned"]
 
 Windows = NDArray[np.int32]
 
@@ -32,8 +32,8 @@ class Arm:
     Attributes:
         loss: Loss to train with; empty for no training.
         is_fitted: Whether to start from the closed form.
-        trains: Parameters that are trained: ``adapters``, ``gains``, or ``nested`` for one adapter
-            of all widths.
+        trains: Parameters that are trained: ``adapters``, ``paper's`` for adapters at ElastiLM's
+            matrices, ``gains``, or ``nested`` for one adapter of all widths.
         share: Share of the study's tokens to train on.
     """
 
@@ -50,13 +50,24 @@ ARMS: Mapping[str, Arm] = {
     "KL, not from the closed form": Arm(is_fitted=False),
     "KL, a quarter of the tokens": Arm(share=0.25),
     "KL, half of the tokens": Arm(share=0.5),
+    "KL, the paper's matrices": Arm(is_fitted=False, trains="paper's"),
     "next token": Arm(loss="next-token"),
+    "next token, the paper's matrices": Arm("next-token", is_fitted=False, trains="paper's"),
     "norms and biases": Arm(is_fitted=False, trains="gains"),
     "one nested adapter": Arm(is_fitted=False, trains="nested"),
 }
 """Arms by name. At level 1.0, only ``next token`` learns anything: it is the control that shows
 what more training on the text brings without any loss to recover.
 """
+
+
+class AtPapersMatrices(Level):
+    """A level with adapters where ElastiLM has them (§3.2), keys and values included.
+
+    Cells of such levels are not valid at other levels.
+    """
+
+    adapted = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
 
 
 class Gains(Level):
@@ -168,6 +179,8 @@ def learned(  # noqa: PLR0913, PLR0917 -- what learns, from what, how, and where
         module = Nested(teacher, widths, recipe.rank, recipe.seed)
     elif arm.trains == "gains":
         module = Gains(teacher, widths[0])
+    elif arm.trains == "paper's":
+        module = AtPapersMatrices(teacher, widths[0], recipe.rank, recipe.seed)
     else:
         module = Level(teacher, widths[0], recipe.rank, recipe.seed)
     place = kept(recipe)
