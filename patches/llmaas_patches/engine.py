@@ -280,16 +280,16 @@ class LlamaEngine:
             self.drop_resident()
 
     def forget_dropped(self) -> None:
-        """Shorten ``Llama``'s records to the cells that there are, after a request was cut off.
+        """Shorten ``Llama``'s records to the explained cells if there are no others.
 
-        ``Llama.generate`` drops cells before it records that. Later requests would fail if Ctrl-C
-        came in between.
+        ``Llama.generate`` drops cells before it records that. If Ctrl-C comes in between, later
+        requests would fail.
         """
         if not self.is_alive or self.llama.ctx is None:  # the app may have closed it meanwhile
             return
         memory = llama_cpp.llama_get_memory(self.ctx)
         n_cells = llama_cpp.llama_memory_seq_pos_max(memory, 0) + 1
-        if n_cells < self.llama.n_tokens:
+        if n_cells == self.n_explained < self.llama.n_tokens:
             self._set_resident(self.resident_tokens()[:n_cells])
 
     def drop_unsaid(self, n_held: int) -> None:
