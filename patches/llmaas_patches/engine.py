@@ -279,18 +279,18 @@ class LlamaEngine:
         if not self.llama._ctx.kv_cache_seq_rm(0, n, -1):  # this memory cannot drop a range
             self.drop_resident()
 
-    def forget_dropped(self) -> None:
-        """Shorten ``Llama``'s records to the explained cells if there are no others.
+    def record_kept(self, prompt: Tokens) -> None:
+        """Shorten ``Llama``'s records to what it keeps for a prompt.
 
-        ``Llama.generate`` drops cells before it records that. If Ctrl-C comes in between, later
+        ``Llama.generate`` drops cells before it records that. If Ctrl-C came in between, later
         requests would fail.
         """
-        if not self.is_alive or self.llama.ctx is None:  # the app may have closed it meanwhile
-            return
-        memory = llama_cpp.llama_get_memory(self.ctx)
-        n_cells = llama_cpp.llama_memory_seq_pos_max(memory, 0) + 1
-        if n_cells == self.n_explained < self.llama.n_tokens:
-            self._set_resident(self.resident_tokens()[:n_cells])
+        llama, n_kept = self.llama, common_prefix(self.resident_tokens(), prompt)
+        if n_kept == len(prompt) and (n_kept < llama.n_tokens or llama._requires_eval):
+            n_kept -= 1  # it evaluates the last token again for its logits
+        if 0 < n_kept < llama.n_tokens:
+            require_evaluation(llama)
+            llama.n_tokens = n_kept
 
     def drop_unsaid(self, n_held: int) -> None:
         """Drop the tokens that a plugin's draft model proposed and the app was not given.

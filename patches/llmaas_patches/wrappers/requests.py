@@ -76,11 +76,6 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
                 except StopIteration:
                     return
                 engine.n_said += 1 if reply is None else 1 + len(reply)
-        except GeneratorExit:
-            raise
-        except BaseException:  # Ctrl-C may come anywhere
-            engine.forget_dropped()
-            raise
         finally:
             inner.close()
             if not host.collecting.here():  # otherwise the next request ends it
@@ -180,6 +175,8 @@ def _begin(host: Host, end: _End) -> int | None:
     try:
         with request_scope.entered(run.scope):
             end.n_reused, first_output = _prepare(host, engine, request, resets=run.resets)
+        if run.resets:
+            engine.record_kept(request.tokens)
         engine.resident_app = request.app  # the remaining cells and all later ones
     except BaseException:
         engine.n_outputs, end.n_reused = 1, 0
