@@ -123,4 +123,8 @@ def signals_wait() -> Iterator[None]:
             _delay.begin()
         yield
     finally:
-        _delay.deliver(_delay.restore())
+        raised = None
+        try:
+            raised = _delay.restore()
+        finally:
+            _delay.deliver(raised)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
 from llmaas_hooks.types import Levels
@@ -58,15 +58,20 @@ def current() -> RequestScope:
 @contextmanager
 def entered(scope: RequestScope) -> Iterator[None]:
     """Use ``scope`` inside the block."""
-    outer = _scope.get()
+    outer, token = _scope.get(), None
     try:
-        _scope.set(scope)  # inside, because Ctrl-C may come right after it
+        token = _scope.set(scope)  # inside, because Ctrl-C may come right after it
         yield
-    except GeneratorExit:  # maybe later or in another task, where the scope is not this block's
-        outer = outer if _scope.get() is scope else _scope.get()
+    except GeneratorExit:  # maybe later, inside of another block
+        if _scope.get() is not scope:
+            outer, token = _scope.get(), None
         raise
     finally:
-        _scope.set(outer)
+        if token is None:
+            _scope.set(outer)
+        else:
+            with suppress(ValueError):  # another thread or task, which keeps its own scope
+                _scope.reset(token)
 
 
 @contextmanager

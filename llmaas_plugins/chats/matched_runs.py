@@ -17,13 +17,14 @@ __all__ = ["longest_run"]
 
 _N_POINTS, _BLOCK = 0x40100, 256
 """Size of the table; later code points have no characters, or private ones."""
-_IS_KNOWN, _LETTER, _NUMBER, _OTHER, _SPACE, _NOT_ASCII, _ASIAN_MARK, _NO_END, _WORD, _NOT_SPACE = (
-    1 << bit for bit in range(10)
+_IS_KNOWN, _LETTER, _NUMBER, _OTHER, _SPACE, _NOT_ASCII, _ASIAN_MARK, _NO_END, _WORD = (
+    1 << bit for bit in range(9)
 )
+_NOT_SPACE, _BREAK = 1 << 9, 1 << 10
 _CLASSES = (
     _LETTER,  # [\p{L}\p{M}]+
     _NUMBER,  # \p{N}+
-    _OTHER,  # [^\s\p{L}\p{N}]+[\r\n/]*
+    _OTHER,  # [^\s\p{L}\p{N}]+, with _BREAK: [^\s\p{L}\p{N}]+[\r\n/]*
     _SPACE,  # \s+
     _NOT_ASCII,  # [一-龥ࠀ-一가-퟿]+ and other ranges of letters, digits, marks and symbols
     _ASIAN_MARK,  # Chinese and Japanese marks, with all of U+3001 to 303F
@@ -66,11 +67,13 @@ def longest_run(points: NDArray[np.uint32], pre: str | None, most: int) -> int:
             returned for some of them.
     """
     found = _classes_of(points)
-    # a longer run covers at least one whole part of half its length
-    parts = np.bitwise_and.reduceat(found, np.arange(0, len(found), max(most // 2, 1)))
+    # of two runs that are longer together, one covers a whole part of a quarter of the length
+    parts = np.bitwise_and.reduceat(found, np.arange(0, len(found), max(most // 4, 1)))
     common = int(np.bitwise_or.reduce(parts))
-    bits = [*_CLASSES, _MORE_CLASSES.get(pre or "", 0)]
-    return max(_longest(found & bit != 0) if common & bit else 0 for bit in bits)
+    bits = [*_CLASSES, _BREAK, _MORE_CLASSES.get(pre or "", 0)]
+    runs = {bit: _longest(found & bit != 0) for bit in bits if common & bit}
+    with_breaks = sum(runs.get(bit, 0) for bit in (_OTHER, _BREAK))
+    return max(with_breaks, *runs.values(), 0)
 
 
 def _classes_of(points: NDArray[np.uint32]) -> NDArray[np.uint16]:
@@ -101,8 +104,8 @@ def _class(point: int) -> int:
     bits = _IS_KNOWN
     if point in _SPACES or point in _MORE_SPACES:
         bits |= _WORD if point == ord(" ") else 0
-        return bits | _SPACE | (_OTHER if point in (10, 13) else 0)
-    bits |= _NOT_SPACE | _of_category(chr(point))
+        return bits | _SPACE | (_BREAK if point in (10, 13) else 0)
+    bits |= _NOT_SPACE | _of_category(chr(point)) | (_BREAK if point == ord("/") else 0)
     if point >= 0x80 and point not in _SPLIT_FIRST:
         bits |= _NOT_ASCII
     if point in _ASIAN_MARKS:

@@ -17,7 +17,7 @@ __all__ = ["MOST_ENTRIES", "MOST_VALUES", "parsed", "validated"]
 _MOST_NESTED = 64
 MOST_VALUES = 32_768
 """Most values in a body: 10,000 messages, or 32,000 tokens."""
-MOST_ENTRIES = 2048
+MOST_ENTRIES = 4096
 """Most entries of a list or object, but for lists of messages and of tokens."""
 _LONG_LISTS = ("messages", "tokens")
 _SLICE_VALUES = 512
@@ -49,7 +49,8 @@ def validated(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
     """
     first = 0
     try:
-        if not isinstance(messages := values.get("messages"), list):
+        messages = values.get("messages") if "messages" in model.model_fields else None
+        if not isinstance(messages, list):
             return model.model_validate(values)
         checked = model.model_validate(values | {"messages": []})
         for first, last in _slices(messages):

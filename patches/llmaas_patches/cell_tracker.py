@@ -9,7 +9,7 @@ the tokens that ``Llama`` recorded. Cells that do hold the recorded tokens are c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from llama_cpp import llama_cpp
@@ -131,8 +131,10 @@ class CellTracker:
         if end not in self.due:
             return
         try:
-            with suppress(ValueError):  # another thread was first
+            try:
                 self.due.remove(end)
+            except ValueError:  # another thread was first
+                return
             end()
         except Exception:
             raise

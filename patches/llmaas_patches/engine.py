@@ -279,18 +279,23 @@ class LlamaEngine:
         if not self.llama._ctx.kv_cache_seq_rm(0, n, -1):  # this memory cannot drop a range
             self.drop_resident()
 
-    def record_kept(self, prompt: Tokens) -> None:
-        """Shorten ``Llama``'s records to what it keeps for a prompt.
+    @contextmanager
+    def recording_drops(self) -> Iterator[None]:
+        """Shorten ``Llama``'s records to its cells if the block fails.
 
         ``Llama.generate`` drops cells before it records that. If Ctrl-C came in between, later
-        requests would fail.
+        requests would fail. Where the app has changed cells itself, the records stay.
         """
-        llama, n_kept = self.llama, common_prefix(self.resident_tokens(), prompt)
-        if n_kept == len(prompt) and (n_kept < llama.n_tokens or llama._requires_eval):
-            n_kept -= 1  # it evaluates the last token again for its logits
-        if 0 < n_kept < llama.n_tokens:
-            require_evaluation(llama)
-            llama.n_tokens = n_kept
+        is_explained = self.llama.n_tokens <= self.n_explained
+        try:
+            yield
+        except BaseException:
+            if is_explained and self.is_alive and self.llama.ctx is not None:
+                memory = llama_cpp.llama_get_memory(self.ctx)
+                n_cells = llama_cpp.llama_memory_seq_pos_max(memory, 0) + 1
+                if n_cells == self.n_explained < self.llama.n_tokens:
+                    self._set_resident(self.resident_tokens()[:n_cells])
+            raise
 
     def drop_unsaid(self, n_held: int) -> None:
         """Drop the tokens that a plugin's draft model proposed and the app was not given.
@@ -351,7 +356,7 @@ class LlamaEngine:
             if paused:
                 self.end(*paused)
 
-        if self._tracker.due:
+        if any(end.is_paused for end in self._tracker.due):
             self._background.defer(self._tracker.handles, job)
 
     def free_parked_at_end(self) -> None:

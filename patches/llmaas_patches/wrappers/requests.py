@@ -61,7 +61,8 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         try:
             first_output = _begin(host, end)
             # `Llama.reset`, which comes first, gives the records to the scope's app
-            with engine.giving_outputs(first_output), request_scope.entered(run.scope):
+            outputs, drops = engine.giving_outputs(first_output), engine.recording_drops()
+            with outputs, drops, request_scope.entered(run.scope):
                 token = next(inner, None)
             engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
             while token is not None:
@@ -175,8 +176,6 @@ def _begin(host: Host, end: _End) -> int | None:
     try:
         with request_scope.entered(run.scope):
             end.n_reused, first_output = _prepare(host, engine, request, resets=run.resets)
-        if run.resets:
-            engine.record_kept(request.tokens)
         engine.resident_app = request.app  # the remaining cells and all later ones
     except BaseException:
         engine.n_outputs, end.n_reused = 1, 0

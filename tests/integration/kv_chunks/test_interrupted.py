@@ -167,3 +167,34 @@ def test_cells_that_llama_dropped_and_did_not_record(make, patched, monkeypatch)
     (tokens, rows), (expected, expected_rows) = ask(llama, PROMPT, 3), ask(vanilla, PROMPT, 3)
     assert tokens == expected
     assert np.abs(rows - expected_rows).max() < 1e-3
+
+
+def test_a_request_that_fails_before_it_begins_changes_no_cell(make, patched):
+    patched(parks=Parks())
+    llama, vanilla = make(), make()
+    for one in (llama, vanilla):
+        ask(one, PROMPT, 3)
+    with pytest.raises(TypeError):
+        next(llama.generate([*PROMPT[:40], *OWN], temp=None))
+    found, expected = (
+        [*zip(range(4), one.generate(OWN, reset=False, temp=0.0), strict=False)]
+        for one in (llama, vanilla)
+    )
+    assert found == expected
+
+
+def test_the_suites_end_waits_for_no_running_request(make, patched):
+    """The request may hold a lock that deferred work of another one needs."""
+    llama = make()
+    jobs = []
+
+    class Restoring(Parks):
+        @hookimpl
+        def llmaas_kv_restore(self, request):
+            host.end_paused()
+            jobs.extend(host.background.pending)
+
+    installed = patched(parks=Restoring())
+    host = installed._host
+    ask(llama, PROMPT, 3)
+    assert jobs == []

@@ -120,7 +120,7 @@ def test_runs_that_would_end_the_process_are_refused(open_vocabulary, monkeypatc
 
 MIXED = {
     ".-": ("gpt-4o", "deepseek-llm", "falcon", "tekken", "default"),
-    "!\n": ("gpt-4o",),
+    "/\n": ("gpt-4o",),
     "$é-": ("deepseek-v3",),
     "a\u0301": ("deepseek-v3", "youtu"),
     "a ": ("exaone-moe",),
@@ -155,6 +155,8 @@ def test_words_and_punctuation_are_no_runs(open_vocabulary):
         "我们去吃饭。",
         "for (i = 0; i < 9; i++) {\n",
         "é 😀 ",
+        "=" * 78 + "\n",
+        "| ---- | ---- |\n",
     ):
         check_text(llama, (text * 5000).encode())
 

@@ -43,6 +43,21 @@ def test_ctrl_c_right_after_a_scope_was_set_leaves_the_scope_before(block, monke
     assert current() == request_scope.RequestScope()
 
 
+def test_a_block_that_ends_in_another_task_does_not_change_its_scope():
+    def generate():
+        with serving_context("mine", "my app"):
+            yield
+
+    generator = generate()
+    with serving_context("outer", "outer app"):
+        contextvars.copy_context().run(next, generator)
+    with serving_context("another", "another app"):
+        here = current()
+        assert next(generator, "ended") == "ended"
+        assert current() is here
+    assert current() == request_scope.RequestScope()
+
+
 def test_a_block_that_is_left_in_another_task_does_not_change_its_scope():
     def generate():
         with serving_context("mine", "my app"):

@@ -45,11 +45,11 @@ def refusal(body, route="chat"):
         ({"messages": [MESSAGE] * 9000 + [{"role": "x"}]}, "messages.9000."),
         ({"messages": [{"role": "user", "content": [WRONG_PART] * 2000}] * 7}, "messages.0."),
         ({"messages": [{"role": "assistant", "tool_calls": [WRONG_CALL] * 2000}]}, "messages.0."),
-        ({"messages": [{"role": "user", "content": [[]] * 50_000}]}, "content: at most 2048"),
+        ({"messages": [{"role": "user", "content": [[]] * 50_000}]}, "content: at most 4096"),
         ({"messages": [1] * 500_000}, MANY),
-        ({"tools": [{}] * 300_000}, "tools: at most 2048 entries, found 300000"),
-        ({"stop": [1] * 300_000}, "stop: at most 2048 entries"),
-        ({f"k{i}": 1 for i in range(80_000)}, "The body: at most 2048 entries"),
+        ({"tools": [{}] * 300_000}, "tools: at most 4096 entries, found 300000"),
+        ({"stop": [1] * 300_000}, "stop: at most 4096 entries"),
+        ({f"k{i}": 1 for i in range(80_000)}, "The body: at most 4096 entries"),
     ],
 )
 def test_wrong_bodies(surplus, message):
@@ -58,14 +58,21 @@ def test_wrong_bodies(surplus, message):
 
 @pytest.mark.parametrize("route", ["call", "contexts"])
 def test_bodies_of_our_own_routes(route):
-    assert "at most 2048 entries" in refusal({f"k{i}": 1 for i in range(80_000)}, route)
-    assert "at most 2048 entries" in refusal({"prompt": "a", "stop": [1] * 80_000}, route)
+    assert "at most 4096 entries" in refusal({f"k{i}": 1 for i in range(80_000)}, route)
+    assert "at most 4096 entries" in refusal({"prompt": "a", "stop": [1] * 80_000}, route)
+
+
+def test_messages_of_other_routes_are_no_chat():
+    check_body(
+        "completion",
+        json.dumps({"prompt": "Hi", "messages": [1], "logit_bias_type": "tokens"}).encode(),
+    )
 
 
 def test_long_chats_and_lists_are_taken():
     check_body("chat", json.dumps(CHAT | {"messages": [MESSAGE] * 10_000}).encode())
     parts = [{"type": "text", "text": "Hi"}] * MOST_ENTRIES
-    messages = [{"role": "user", "content": parts}] * 3
+    messages = [{"role": "user", "content": parts}] * 2
     check_body("chat", json.dumps(CHAT | {"messages": messages}).encode())
     found = {"name": "f", "parameters": {}}
     tools = [{"type": "function", "function": found}] * MOST_ENTRIES
