@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmaas_hooks import Tokens
 
@@ -37,10 +38,16 @@ def own_text(
     for number, start in enumerate(range(0, n_tokens, _ROUND_TOKENS)):
         name, n = f"text {number}", min(_ROUND_TOKENS, n_tokens - start)
         said = checkpoint.get(name)
-        if said is None:
+        if said is None or not _may_be_said(said, n, evaluator.n_vocab):
             said = evaluator.say(n, SEED + number, progress)
             checkpoint.keep({name: said})
         else:
             progress(n)
         rounds.append(said)
     return np.concatenate(rounds)
+
+
+def _may_be_said(said: NDArray[Any], most: int, n_vocab: int) -> bool:
+    """Return whether an array from a file may be a round of up to ``most`` tokens."""
+    is_round = said.dtype == np.int32 and said.ndim == 1 and 0 < len(said) <= most
+    return is_round and bool(said.min() >= 0 and said.max() < n_vocab)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from llmaas_plugins.cli import learning_text
+from llmaas_plugins.files import array_file
 
 
 class Evaluator:
@@ -42,6 +43,8 @@ def test_only_a_last_window_that_is_shorter_is_left_out(tmp_path, monkeypatch, n
 class Writer(Evaluator):
     """Evaluator that writes; each token is the seed of its round, and is counted."""
 
+    n_vocab = 100
+
     def __init__(self, most=10**6):
         self.n_said, self._most = 0, most
 
@@ -72,6 +75,15 @@ def test_own_text_is_continued_where_it_was_interrupted(tmp_path, monkeypatch, r
     path.write_bytes(whole[:-1])
     assert written(again := Writer()) == expected
     assert again.n_said == 2560
+    for wrong in (
+        np.full(1024, 100, np.int32),
+        np.full(1025, 1, np.int32),
+        np.full(9, 1, np.int64),
+    ):
+        about, rounds = array_file.read_arrays(path, 1 << 20)
+        array_file.write_arrays(path, about, rounds | {"text 1": wrong})
+        assert written(mended := Writer()) == expected
+        assert mended.n_said == 1024
     args.model = tmp_path / "other.gguf"
     args.model.write_bytes(reference_model.read_bytes() + b" ")
     assert written(other := Writer()) == expected
