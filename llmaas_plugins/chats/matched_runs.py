@@ -17,10 +17,8 @@ __all__ = ["longest_run"]
 
 _N_POINTS, _BLOCK = 0x40100, 256
 """Size of the table; later code points have no characters, or private ones."""
-_IS_KNOWN, _LETTER, _NUMBER, _OTHER, _SPACE, _NOT_ASCII, _ASIAN_MARK, _NO_END, _WORD = (
-    1 << bit for bit in range(9)
-)
-_NOT_SPACE, _BREAK = 1 << 9, 1 << 10
+_IS_KNOWN, _LETTER, _NUMBER, _OTHER, _BREAK, _SPACE = (1 << bit for bit in range(6))
+_NOT_ASCII, _ASIAN_MARK, _NO_END, _WORD, _NOT_SPACE = (1 << bit for bit in range(6, 11))
 _CLASSES = (
     _LETTER,  # [\p{L}\p{M}]+
     _NUMBER,  # \p{N}+
@@ -35,7 +33,7 @@ _MORE_CLASSES = {
     "whitespace": _NOT_SPACE,  # \S+
 }
 _SPACES = frozenset([*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B)])
-_MORE_SPACES = frozenset([0x2028, 0x2029, 0x202F, 0x205F, 0x3000])
+_SPACES |= {0x2028, 0x2029, 0x202F, 0x205F, 0x3000}
 _ENDS = frozenset([*map(ord, ".,!?"), 0x2026, 0x3001, 0x3002, 0xFF0C, 0x0964, 0x06D4, 0x060C])
 _SPLIT_FIRST = frozenset([0x3001, 0x3002, 0xFF0C, 0xFF01, 0xFF1F])
 """Chinese punctuation at which an earlier expression always splits, or that no range contains."""
@@ -102,7 +100,7 @@ def _longest(is_member: NDArray[np.bool_]) -> int:
 def _class(point: int) -> int:
     """Return the classes that a code point may belong to, as bits."""
     bits = _IS_KNOWN
-    if point in _SPACES or point in _MORE_SPACES:
+    if point in _SPACES:
         bits |= _WORD if point == ord(" ") else 0
         return bits | _SPACE | (_BREAK if point in (10, 13) else 0)
     bits |= _NOT_SPACE | _of_category(chr(point)) | (_BREAK if point == ord("/") else 0)
