@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
+
+
+def interruptions(*modules, least=5, step=1, **options):
+    """Yield an interruption at the next line of modules, until one does not come.
+
+    Use each in a ``with`` block. More than ``least`` lines must run.
+    """
+    for n in itertools.count(1, step):
+        interruption = Interruption(n, *modules, **options)
+        yield interruption
+        if not interruption.came:
+            assert n > least
+            return
 
 
 class Interruption:

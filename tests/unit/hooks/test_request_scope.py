@@ -16,6 +16,11 @@ BLOCKS = {
 }
 
 
+def generate():
+    with serving_context("mine", "my app"):
+        yield
+
+
 class Interrupted:
     """Context variable whose ``set`` is interrupted when it has ended, as C code is."""
 
@@ -44,10 +49,6 @@ def test_ctrl_c_right_after_a_scope_was_set_leaves_the_scope_before(block, monke
 
 
 def test_a_block_that_ends_in_another_task_does_not_change_its_scope():
-    def generate():
-        with serving_context("mine", "my app"):
-            yield
-
     generator = generate()
     with serving_context("outer", "outer app"):
         contextvars.copy_context().run(next, generator)
@@ -59,10 +60,6 @@ def test_a_block_that_ends_in_another_task_does_not_change_its_scope():
 
 
 def test_a_block_that_is_left_in_another_task_does_not_change_its_scope():
-    def generate():
-        with serving_context("mine", "my app"):
-            yield
-
     generator = generate()
     contextvars.copy_context().run(next, generator)
     with serving_context("another", "another app"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-
-from interrupting import Interruption
+from interrupting import interruptions
 from selected import pairs
 
 from llmaas_plugins.knn_lm.archive.files import SELECTED
@@ -26,13 +24,10 @@ def test_ctrl_c_while_learning_ends_closes_the_datastore(tmp_path):
         "skip_above": 1.0,
     }
     Datastore.write(tmp_path / SELECTED, basis=None, **made)
-    for n in itertools.count(1):
+    for interruption in interruptions(learner, least=3):
         plugin = KnnLM(KnnLMConfig(store=tmp_path))
         plugin._renew()
         datastore = plugin._opened.datastore
-        with Interruption(n, learner) as interruption:
+        with interruption:
             plugin.llmaas_shutdown()
         assert datastore._file.fd == -1, interruption.where
-        if not interruption.came:
-            break
-    assert n > 3

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from interrupting import Interruption
+from interrupting import Interruption, interruptions
 from kv_stores import BUDGET, GEOM, ROOT, A, B, load, on_disk, open_store, save, write_store
 from page_stores import text
 from stored_chunks import payload, put
@@ -42,16 +42,6 @@ ONLY_A = chain(ROOT, A)[2:]
 LATE = np.arange(9000, 9064, dtype=np.int32)
 STEP = 3
 """Every third line is interrupted where there are hundreds."""
-
-
-def interruptions(*modules, step=1, **options):
-    """Yield an interruption at the next line of modules, until one does not come."""
-    for n in itertools.count(1, step):
-        interruption = Interruption(n, *modules, **options)
-        yield interruption
-        if not interruption.came:
-            assert n > 5
-            return
 
 
 def left_of_a(directory):
@@ -283,10 +273,9 @@ def test_an_interrupted_opening_leaves_no_file_open(kv):
     open_store(kv).close()
 
 
-def test_ctrl_c_while_writes_end_closes_the_store(kv, ctrl_c, monkeypatch):
-    """The main thread waits for a slow disk, as a suite's end does."""
-    plugin, is_writing, may_write = configured(kv), threading.Event(), threading.Event()
-    save(plugin._open(), LATE, "late")
+def slow_disk(monkeypatch):
+    """Let each write wait; return an event that a write sets, and the one that it waits for."""
+    is_writing, may_write = threading.Event(), threading.Event()
     write = chunk_writer._native.store_write
 
     def slow(*args):
@@ -295,6 +284,14 @@ def test_ctrl_c_while_writes_end_closes_the_store(kv, ctrl_c, monkeypatch):
         return write(*args)
 
     monkeypatch.setattr(chunk_writer._native, "store_write", slow)
+    return is_writing, may_write
+
+
+def test_ctrl_c_while_writes_end_closes_the_store(kv, ctrl_c, monkeypatch):
+    """The main thread waits for a slow disk, as a suite's end does."""
+    plugin = configured(kv)
+    save(plugin._open(), LATE, "late")
+    is_writing, may_write = slow_disk(monkeypatch)
     plugin._workers.write.submit(plugin._flush)
     plugin._workers.load.submit(int)  # makes a thread that must end, too
     is_writing.wait(20)
@@ -313,16 +310,9 @@ def test_a_flush_in_another_thread_ends_after_its_batch_when_the_store_is_closed
     kv, ctrl_c, monkeypatch
 ):
     monkeypatch.setattr(chunk_writer, "_BATCH_CHUNKS", 1)
-    store, is_writing, may_write = open_store(kv), threading.Event(), threading.Event()
+    store = open_store(kv)
     save(store, LATE, "late")
-    write = chunk_writer._native.store_write
-
-    def slow(*args):
-        is_writing.set()
-        may_write.wait(20)
-        return write(*args)
-
-    monkeypatch.setattr(chunk_writer._native, "store_write", slow)
+    is_writing, may_write = slow_disk(monkeypatch)
     flushes = threading.Thread(target=store.flush)
     flushes.start()
     is_writing.wait(20)
