@@ -48,22 +48,17 @@ class ChunkReader:
             Addresses of the leading chunks that are in RAM and valid; fewer than ``chunks`` if one
             was damaged or did not fit.
         """
-        wanted: list[Chunk] = []
-        self._n_fetches += 1
-        with self._residency.changing():
-            for chunk in chunks:
-                if self._residency.tree.get(chunk.id.key) is not chunk or chunk.is_ghost:
-                    break
-                wanted.append(chunk)
-            self._residency.pin(wanted)
+        wanted, n_ready = self._pinned(chunks), 0
+        try:
             absent = [chunk for chunk in wanted if chunk.ram == ABSENT]
-            self._residency.counters.ram_hits += len(wanted) - len(absent)
-        offsets = self._reserve_all(absent)
-        self._read(absent[: len(offsets)], offsets, is_ahead=is_ahead)
-        with self._residency.changing():
-            n_ready = next((i for i, c in enumerate(wanted) if c.ram == ABSENT), len(wanted))
-            self._residency.unpin(wanted[n_ready:])
-            return [self._residency.ram.address(chunk.ram) for chunk in wanted[:n_ready]]
+            offsets = self._reserve_all(absent)
+            self._read(absent[: len(offsets)], offsets, is_ahead=is_ahead)
+            with self._residency.changing():
+                n_ready = next((i for i, c in enumerate(wanted) if c.ram == ABSENT), len(wanted))
+                return [self._residency.ram.address(chunk.ram) for chunk in wanted[:n_ready]]
+        finally:
+            if n_ready < len(wanted):
+                self.unpin(wanted[n_ready:])
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
         """Unpin chunks that ``fetch`` returned to this thread."""
@@ -122,13 +117,32 @@ class ChunkReader:
             self._residency.pin(chunks)
         return chunks, offsets
 
+    def _pinned(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Pin the leading chunks that the store still has, and return them."""
+        self._n_fetches += 1
+        wanted: list[Chunk] = []
+        with self._residency.changing():
+            for chunk in chunks:
+                if self._residency.tree.get(chunk.id.key) is not chunk or chunk.is_ghost:
+                    break
+                wanted.append(chunk)
+            self._residency.pin(wanted)
+            self._residency.counters.ram_hits += sum(chunk.ram != ABSENT for chunk in wanted)
+        return wanted
+
     def _reserve_all(self, chunks: Sequence[Chunk]) -> list[int]:
         offsets: list[int] = []
-        for chunk in chunks:
-            offset = self._space.reserve(chunk.size)
-            if offset is None:
-                break
-            offsets.append(offset)
+        try:
+            for chunk in chunks:
+                offset = self._space.reserve(chunk.size)
+                if offset is None:
+                    break
+                offsets.append(offset)
+        except BaseException:
+            with self._residency.changing():
+                for chunk, offset in zip(chunks, offsets, strict=False):
+                    self._residency.ram.cancel(offset, chunk.size)
+            raise
         return offsets
 
     def _read(

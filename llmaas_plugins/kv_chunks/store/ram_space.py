@@ -102,7 +102,8 @@ class RamSpace:
         """Drop the working sets and loans of owners that are gone."""
         while self._closed_owners:
             with self._residency.changing():
-                self._residency.remove_owner(self._closed_owners.popleft())
+                if self._closed_owners:  # no other thread removed it meanwhile
+                    self._residency.remove_owner(self._closed_owners.popleft())
 
     def reserve(self, n_bytes: int, parent: bytes | None = None) -> int | None:
         """Reserve RAM without dropping ``parent``; write dirty chunks to disk first if needed."""

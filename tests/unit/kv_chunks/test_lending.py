@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import threading
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +116,50 @@ def test_chunks_in_transfer_stay(store):
     assert store.space.lend("cells", RAM) == RAM - 3 * PAGE
     store.reader.unpin(path)
     assert store.space.lend("cells", RAM) == RAM
+
+
+def test_a_fetch_that_fails_holds_nothing(tmp_path, monkeypatch):
+    store = on_disk(tmp_path)
+    put(store, GEOM, A)
+    store.flush()
+    assert store.space.lend("cells", RAM) == RAM  # the chunks are on disk
+    store.space.lend("cells", 0)
+    path = [store.tree.get(one.key) for one in A]
+    reserve, sizes = store.space.reserve, []
+
+    def failing(n_bytes):
+        sizes.append(n_bytes)
+        if len(sizes) == len(A):
+            raise MemoryError
+        return reserve(n_bytes)
+
+    monkeypatch.setattr(store.space, "reserve", failing)
+    with pytest.raises(MemoryError):
+        store.reader.fetch(path)
+    monkeypatch.undo()
+    assert [chunk.pins for chunk in path] == [0] * len(path)
+    assert store.space.reserve(RAM) is not None
+    store.close()
+
+
+def test_owners_that_are_gone_are_removed_by_several_threads_at_once(store):
+    class Seen(deque):
+        """Owners of which another thread removes the last one as soon as this one saw it."""
+
+        def __len__(self):
+            n = super().__len__()
+            if n == 1 and not others:
+                others.append(threading.Thread(target=store.space.remove_closed_owners))
+                others[0].start()
+                others[0].join()
+            return n
+
+    others = []
+    store.space.lend("cells", RAM)
+    store.space._closed_owners = Seen(["cells"])
+    store.space.remove_closed_owners()
+    assert others
+    assert store.space.lend("other", RAM) == RAM
 
 
 def test_new_chunks_leave_what_is_lent_alone(store):
