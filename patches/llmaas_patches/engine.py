@@ -323,11 +323,13 @@ class LlamaEngine:
         """Empty all sequences, plugins' included, if a restore began and did not end.
 
         The caller does this after an error, and again before the next request: Ctrl-C may cut it
-        off too.
+        off too. Tokens in ``Llama``'s records stay: a restore begins without any, so their cells
+        are not half restored, and the app may have evaluated them since.
         """
         if not self.is_restoring:
             return
-        self.drop_resident()
+        if self.llama.n_tokens == 0:
+            self.drop_resident()
         memory = llama_cpp.llama_get_memory(self.ctx)
         with self.lent():
             for sequence in range(self._tracker.app_n_seq_max, self.n_seq_max):

@@ -116,6 +116,26 @@ def test_a_restore_that_is_cut_off_twice_gives_the_app_no_cells(make, patched, m
     assert np.abs(row(llama) - row(vanilla)).max() < 1e-2 * row(vanilla).std()
 
 
+def test_what_the_app_evaluates_after_a_restore_that_never_ended_stays(make, patched, monkeypatch):
+    interrupts = Interrupts(monkeypatch, LlamaEngine, "begin_restore", is_late=True)
+    vanilla = make()
+    patched(parks=Parks())
+    llama = make()
+    ask(llama, PROMPT, 3)
+    interrupts.is_next = True
+    with pytest.raises(KeyboardInterrupt):
+        ask(llama, OTHER, 3)
+    answers = []
+    for one in (llama, vanilla):
+        one.reset()
+        one.eval(OTHER)
+        tokens = one.generate(OWN, temp=0.0, reset=False)
+        answers.append([next(tokens) for _ in range(3)])
+        tokens.close()
+        assert one.n_tokens == len(OTHER) + len(OWN) + 2
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("where", ["end_paused", "give_up_parked"])
 def test_ctrl_c_in_the_suites_end_leaves_no_parked_cells(make, patched, monkeypatch, where):
     installed = patched(parks=Parks())
