@@ -26,11 +26,12 @@ _CLASSES = (
     _SPACE,  # \s+
     _NOT_ASCII,  # [一-龥ࠀ-一가-퟿]+ and other ranges of letters, digits, marks and symbols
     _ASIAN_MARK,  # Chinese and Japanese marks, with all of U+3001 to 303F
-    _NO_END,  # all but white space and sentence punctuation
 )
 _MORE_CLASSES = {
     "exaone-moe": _WORD,  # (?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+
     "whitespace": _NOT_SPACE,  # \S+
+    # all but white space, sentence punctuation, parentheses and bars
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat", "viking"), _NO_END),
 }
 _SPACES = frozenset([*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B)])
 _SPACES |= {0x2028, 0x2029, 0x202F, 0x205F, 0x3000}
@@ -68,6 +69,8 @@ def longest_run(points: NDArray[np.uint32], pre: str | None, most: int) -> int:
     # of two runs that are longer together, one covers a whole part of a quarter of the length
     parts = np.bitwise_and.reduceat(found, np.arange(0, len(found), max(most // 4, 1)))
     common = int(np.bitwise_or.reduce(parts))
+    if common & (_OTHER | _BREAK):  # the longer run counts with the other, however short that is
+        common |= _OTHER | _BREAK
     bits = [*_CLASSES, _BREAK, _MORE_CLASSES.get(pre or "", 0)]
     runs = {bit: _longest(found & bit != 0) for bit in bits if common & bit}
     with_breaks = sum(runs.get(bit, 0) for bit in (_OTHER, _BREAK))

@@ -121,13 +121,12 @@ def test_runs_that_would_end_the_process_are_refused(open_vocabulary, monkeypatc
 MIXED = {
     ".-": ("gpt-4o", "deepseek-llm", "falcon", "tekken", "default"),
     "/\n": ("gpt-4o",),
-    "$é-": ("deepseek-v3",),
     "a\u0301": ("deepseek-v3", "youtu"),
     "a ": ("exaone-moe",),
     "१∑": ("deepseek-coder",),
     "カ・": ("deepseek-v3", "afmoe"),
     "。々": ("youtu",),
-    "1a-": ("bloom", "whitespace"),
+    "1a-": ("bloom", "gpt3-finnish", "poro-chat", "viking", "whitespace"),
 }
 """Characters that an expression of llama.cpp matches in one piece, by turns."""
 
@@ -157,8 +156,20 @@ def test_words_and_punctuation_are_no_runs(open_vocabulary):
         "é 😀 ",
         "=" * 78 + "\n",
         "| ---- | ---- |\n",
+        "abc;",
+        "/path/to-1",
     ):
         check_text(llama, (text * 5000).encode())
+        assert llama.tokenize((text * 5000).encode(), add_bos=False)
+
+
+def test_breaks_count_with_the_marks_before_them(open_vocabulary):
+    fields = {"tokenizer_pre": "gpt-4o", "token_merges": ["a b"]}
+    llama = open_vocabulary("gpt2", byte_tokens(), [TokenType.NORMAL] * 256, **fields)
+    llama.n_ctx = lambda: LARGE
+    check_text(llama, b"!" * 9001 + b"\n" * 2999)
+    with pytest.raises(TextTooLongError, match="12001 characters in a row"):
+        check_text(llama, b"!" * 9001 + b"\n" * 3000)
 
 
 def test_spaces_that_would_end_the_process_are_refused(open_vocabulary):
