@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from llmaas_hooks import ConfigError, LlmaasError, Tokens
 from llmaas_hooks.native import Activation, Magnitudes
 from llmaas_plugins.flash_weights.operands import Operand
+from llmaas_plugins.flash_weights.shares import Share, Shares, equal_share
 from llmaas_plugins.model.forward import Evaluator, Listener
 
-__all__ = ["SPARSITIES", "Activity", "Calibration", "Calibrator", "channel_order"]
-
-SPARSITIES = tuple(n / 20 for n in range(1, 20))
-"""Shares of an activation's values to leave out."""
+__all__ = ["Activity", "Calibration", "Calibrator", "channel_order"]
 
 _ACTIVATIONS: dict[str, Activation] = {
     "attn_qkv": "attn_input",
@@ -35,12 +33,14 @@ class Activity:
     """Magnitudes of the values of an operand.
 
     Attributes:
-        quantiles: Magnitude below which each share of ``SPARSITIES`` of the values lies; float32.
+        thresholds: Magnitude below which values are left out at each of ``SPARSITIES``; float32.
         means: Mean magnitude by channel; float32, ``(n_channels,)``.
+        share: Share of the values below each threshold.
     """
 
-    quantiles: NDArray[np.float32]
+    thresholds: NDArray[np.float32]
     means: NDArray[np.float32]
+    share: Share = field(default_factory=equal_share)
 
 
 Calibration = dict[Operand, Activity]
@@ -68,6 +68,7 @@ class Calibrator(Listener):
         operands: Sequence[Operand],
         text: Tokens | None = None,
         *,
+        shares: Shares | None = None,
         n_tokens: int = _N_TOKENS,
         n_threads: int = 0,
         progress: Callable[[int], None] = lambda _n: None,
@@ -79,6 +80,7 @@ class Calibrator(Listener):
             operands: Operands of the model's file.
             text: Tokens to evaluate, in windows of 512 from all over the text. If None, the model
                 generates the text.
+            shares: Share of each operand's values to leave out; None for equal shares.
             n_tokens: Most tokens to evaluate.
             n_threads: Number of threads; 0 uses all processors.
             progress: Called with the number of tokens just evaluated.
@@ -98,7 +100,12 @@ class Calibrator(Listener):
             )
             for n_done in tokens:
                 progress(n_done)
-            return {one: _activity(one, counted[one.family]) for one in operands}
+            return {
+                one: _activity(
+                    one, counted[one.family], equal_share() if shares is None else shares[one]
+                )
+                for one in operands
+            }
 
     def _count(self, evaluator: Evaluator, operands: Sequence[Operand]) -> dict[str, Magnitudes]:
         """Start counting magnitudes, by family."""
@@ -112,7 +119,7 @@ class Calibrator(Listener):
         }
 
 
-def _activity(operand: Operand, magnitudes: Magnitudes) -> Activity:
+def _activity(operand: Operand, magnitudes: Magnitudes, share: Share) -> Activity:
     counts, sums = magnitudes.read(operand.layer)
     n_rows = int(counts.sum()) / operand.n_channels
     if n_rows == 0 or not np.isfinite(sums).all():
@@ -121,11 +128,11 @@ def _activity(operand: Operand, magnitudes: Magnitudes) -> Activity:
             f"the model cannot be calibrated: some inputs of {operand.weights[0]} "
             f"{problem}. Is the file damaged, or a layer on a GPU?"
         )
-    return Activity(_quantiles(counts), (sums / n_rows).astype(np.float32))
+    return Activity(_quantiles(counts, share), (sums / n_rows).astype(np.float32), share)
 
 
-def _quantiles(counts: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """Return the quantiles, assuming that values are spread evenly over their bucket."""
+def _quantiles(counts: NDArray[np.uint64], share: Share) -> NDArray[np.float32]:
+    """Return the quantiles at these shares, assuming that values are spread evenly in buckets."""
     edges = (np.arange(len(counts) + 1, dtype=np.uint32) << _BUCKET_SHIFT).view(np.float32)
     below = np.concatenate([[0.0], counts.cumsum(dtype=np.float64)])
-    return np.interp(np.array(SPARSITIES) * below[-1], below, edges).astype(np.float32)
+    return np.interp(share * below[-1], below, edges).astype(np.float32)

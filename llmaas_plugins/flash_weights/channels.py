@@ -21,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, FileStamp, StoreError, TensorInfo
-from llmaas_plugins.flash_weights.calibration import SPARSITIES, Calibration
+from llmaas_plugins.flash_weights.calibration import Calibration
 from llmaas_plugins.flash_weights.channel_header import (
     CHANNEL_FILE,
     MODEL,
     MOST_GROUP_LAYERS,
+    Contents,
     Distilled,
     contents_of,
     group_order,
@@ -44,6 +45,7 @@ from llmaas_plugins.flash_weights.container_file import Bytes, ContainerFile
 from llmaas_plugins.flash_weights.container_writer import Step, write_container
 from llmaas_plugins.flash_weights.model_weights import ModelWeights, digest_of
 from llmaas_plugins.flash_weights.operands import Operand
+from llmaas_plugins.flash_weights.shares import Share, at_sparsity
 
 __all__ = [
     "CHANNEL_FILE",
@@ -69,7 +71,8 @@ class Channels:
         stride: Bytes from one record to the next.
         n_bytes: Bytes of this layer in a record.
         pieces: Matrices of the layer, in record order.
-        quantiles: Quantiles of the magnitudes of the values, at ``SPARSITIES``.
+        thresholds: Magnitude below which values are left out at each of ``SPARSITIES``.
+        shares: Share of the values below these thresholds.
     """
 
     operand: Operand
@@ -79,14 +82,16 @@ class Channels:
     stride: int
     n_bytes: int
     pieces: tuple[Piece, ...]
-    quantiles: NDArray[np.float32]
+    thresholds: NDArray[np.float32]
+    shares: Share
 
     def threshold(self, sparsity: float) -> float:
-        """Return the magnitude below which this share (0 to 0.95) of the calibrated values was."""
-        if not 0 <= sparsity <= SPARSITIES[-1]:
-            raise ValueError(f"sparsity is {sparsity}, expected 0 to {SPARSITIES[-1]}")
-        known = np.concatenate([[0.0], self.quantiles])
-        return float(np.interp(sparsity, np.concatenate([[0.0], SPARSITIES]), known))
+        """Return the magnitude below which values are left out, at a sparsity from 0 to 0.95."""
+        return at_sparsity(self.thresholds, sparsity)
+
+    def share(self, sparsity: float) -> float:
+        """Return the share of the values that is left out, at a sparsity from 0 to 0.95."""
+        return at_sparsity(self.shares, sparsity)
 
 
 class ChannelFile(NamedTuple):
@@ -193,12 +198,12 @@ def open_channels(
                 f"`{CHANNEL_FILE.command} {model}` again, or remove it."
             )
         try:
-            group_layers, groups, quantiles, distilled = contents_of(file.header, tensors)
+            contents = contents_of(file.header, tensors)
         except ValueError as error:
             raise file.damaged(error) from error
-        found = itertools.chain(*(_read_group(file, group, quantiles) for group in groups))
+        found = itertools.chain(*(_read_group(file, group, contents) for group in contents.groups))
         operands = {key_of(one.operand): one for one in found}
-        return ChannelFile(path, file.stamp, group_layers, operands, distilled)
+        return ChannelFile(path, file.stamp, contents.group_layers, operands, contents.distilled)
 
 
 @contextlib.contextmanager
@@ -244,9 +249,7 @@ def _step(
 # -- reading -------------------------------------------------------------------------------------
 
 
-def _read_group(
-    file: ContainerFile, group: Group, quantiles: Mapping[OperandKey, NDArray[np.float32]]
-) -> list[Channels]:
+def _read_group(file: ContainerFile, group: Group, contents: Contents) -> list[Channels]:
     order = file.read(f"order.{group.name}").view(np.int32)
     if not is_permutation(order, group.n_channels):
         raise file.damaged(f"the order of {group.name} is not a permutation")
@@ -254,10 +257,11 @@ def _read_group(
     for operand, pieces, n_bytes in zip(
         group.operands, group.pieces, group.layer_bytes, strict=True
     ):
+        key = key_of(operand)
         found.append(
             Channels(
                 operand, (group.index, operand.family), order, first, sum(group.layer_bytes),
-                n_bytes, pieces, quantiles[key_of(operand)],
+                n_bytes, pieces, contents.thresholds[key], contents.shares[key],
             )
         )  # fmt: skip
         first += n_bytes

@@ -27,7 +27,7 @@ class FlashWeightsConfig(BaseModel):
         default=0.5,
         ge=0,
         le=0.95,
-        description="Share of an activation's values that the sparse mode leaves out per token.",
+        description="Share of all columns' weights that the sparse mode leaves out per token.",
     )
     selection: Literal["threshold", "top_k"] = Field(
         default="threshold",

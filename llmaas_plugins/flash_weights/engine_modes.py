@@ -61,7 +61,7 @@ class Prediction:
 
     Attributes:
         mode: ``exact`` and ``sparse`` are the engine's modes; ``pipeline`` is ActiveFlow's.
-        sparsity: Share of an activation's values that is left out.
+        sparsity: Share of all channels' weights that is left out.
         group_layers: N, layers whose channels are read at once; 0 if no channels are read.
         cache: Bytes of weights that stay in memory.
         keeps: Cache of the sparse mode, which decides which channels stay; None in other modes.

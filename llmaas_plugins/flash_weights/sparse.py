@@ -97,7 +97,7 @@ def _operand(
 ) -> ChannelOperand:
     layer, families = channels.operand.layer, list(FAMILIES)
     family = families.index(channels.operand.family)
-    is_exact = config.selection == "top_k"
+    is_exact, share = config.selection == "top_k", channels.share(config.sparsity)
     return ChannelOperand(
         pool=layer * len(families) + family if config.cache == "layer" else family,
         n_bytes=channels.n_bytes,
@@ -106,7 +106,7 @@ def _operand(
         order=channels.order.astype("uint32"),
         cache=_CACHES[config.cache],
         threshold=0.0 if is_exact else channels.threshold(config.sparsity),
-        n_top=round(len(channels.order) * (1 - config.sparsity)) if is_exact else 0,
+        n_top=round(len(channels.order) * (1 - share)) if is_exact else 0,
         columns=tuple(
             ChannelColumns(piece.name, piece.n_bits, piece.offset, *read_scales(piece))
             for piece in channels.pieces

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmaas_hooks import TensorInfo
-from llmaas_plugins.flash_weights.calibration import SPARSITIES, Activity, Calibration
+from llmaas_plugins.flash_weights.calibration import Activity, Calibration
 from llmaas_plugins.flash_weights.channel_header import Distilled
 from llmaas_plugins.flash_weights.channels import Distillation
 from llmaas_plugins.flash_weights.container_file import Bytes
 from llmaas_plugins.flash_weights.grids import stored
 from llmaas_plugins.flash_weights.operands import Operand
+from llmaas_plugins.flash_weights.shares import SPARSITIES, Shares
 from llmaas_plugins.training.batches import Batches, Lengths
 from llmaas_plugins.training.objectives import Objective, Quality, improves, qualities
 from llmaas_plugins.training.sparse_student import Mask, SparseStudent
@@ -163,7 +164,7 @@ def judge(
 def calibrate(
     student: SparseStudent,
     windows: Windows,
-    operands: Sequence[Operand],
+    shares: Shares,
     n_prompt: int,
     progress: Callable[[int], None] = lambda _n: None,
 ) -> Calibration:
@@ -174,25 +175,26 @@ def calibrate(
     Args:
         student: The student.
         windows: Text; one window is used for each sparsity.
-        operands: Operands of the channel file.
+        shares: Shares of the channel file's operands, which the student leaves out.
         n_prompt: First tokens of each window that are computed with all values.
         progress: Called with the number of tokens just evaluated.
     """
-    quantiles: dict[Operand, list[float]] = {operand: [] for operand in operands}
-    means: dict[Operand, list[NDArray[np.float32]]] = {operand: [] for operand in operands}
+    thresholds: dict[Operand, list[float]] = {operand: [] for operand in shares}
+    means: dict[Operand, list[NDArray[np.float32]]] = {operand: [] for operand in shares}
     for number, sparsity in enumerate(SPARSITIES):
         window = windows[[number % len(windows)]]
         student.teacher.mask = Mask(sparsity, n_prompt)
-        for operand, sizes in _sizes(student, window, operands, n_prompt):
-            quantiles[operand].append(float(np.quantile(sizes, sparsity)))
+        for operand, sizes in _sizes(student, window, list(shares), n_prompt):
+            thresholds[operand].append(float(np.quantile(sizes, shares[operand][number])))
             means[operand].append(sizes.mean(0))
         progress(window.size)
     return {
         operand: Activity(
-            np.maximum.accumulate(np.array(quantiles[operand], np.float32)),
+            np.maximum.accumulate(np.array(thresholds[operand], np.float32)),
             np.mean(means[operand], axis=0),
+            share,
         )
-        for operand in operands
+        for operand, share in shares.items()
     }
 
 
@@ -228,18 +230,20 @@ def is_better(before: Judged, after: Judged) -> bool:
     return improves(gains)
 
 
-def run_identity(model: str, windows: Windows, recipe: SparseRecipe) -> str:
+def run_identity(model: str, windows: Windows, shares: Shares, recipe: SparseRecipe) -> str:
     """Return the SHA-256 of everything that the training depends on.
 
     Args:
         model: Digest of the model file.
         windows: Text to learn from.
+        shares: Shares of the channel file's operands.
         recipe: How to learn.
     """
     text = np.ascontiguousarray(windows, "<i4").tobytes()
     about = {
         "model": model,
         "text": [hashlib.sha256(text).hexdigest(), *windows.shape],
+        "shares": np.concatenate(list(shares.values())).tolist(),
         "recipe": asdict(recipe),
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

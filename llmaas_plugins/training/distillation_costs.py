@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmaas_plugins.elastic.units import Blocks
-from llmaas_plugins.flash_weights.calibration import SPARSITIES
+from llmaas_plugins.flash_weights.shares import SPARSITIES
 from llmaas_plugins.machine import resident_bytes
 from llmaas_plugins.training.costs import step_seconds
 from llmaas_plugins.training.distillation import SparseRecipe, Windows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from llmaas_plugins.flash_weights.columns import BLOCK_COLUMNS
 from llmaas_plugins.flash_weights.grids import Grid, grid_of
 from llmaas_plugins.flash_weights.model_weights import ModelWeights
 from llmaas_plugins.flash_weights.operands import FAMILIES, Operand
+from llmaas_plugins.flash_weights.shares import Shares, at_sparsity
 from llmaas_plugins.training.student import Teacher
 
 __all__ = ["Mask", "MaskedTeacher", "SparseStudent", "grids_in", "largest", "rounded"]
@@ -37,7 +39,7 @@ class Mask(NamedTuple):
     """Values that products leave out.
 
     Attributes:
-        sparsity: Share of each activation's values that is left out.
+        sparsity: Share of all channels' weights that is left out.
         n_prompt: First tokens of each window, which the whole model computes with all values.
         is_straight: Whether gradients pass the mask as if nothing was left out.
     """
@@ -56,6 +58,15 @@ class MaskedTeacher(Teacher):
 
     mask = Mask(0.0, 0)
     _last: tuple[Tensor, Tensor] | None = None
+    _shares: Mapping[tuple[int, str], NDArray[np.float32]] = MappingProxyType({})
+
+    def share_by(self, shares: Shares) -> None:
+        """Leave out these shares of each activation's values; without, all have the same."""
+        self._shares = {
+            (one.layer, weight.split(".")[2]): share
+            for one, share in shares.items()
+            for weight in one.weights
+        }
 
     def product(self, layer: int, weights: Weights, name: str, x: Tensor) -> Tensor:
         """Return ``x`` multiplied by a matrix; masked where the student has a matrix of its own."""
@@ -65,7 +76,7 @@ class MaskedTeacher(Teacher):
         if self._seen is not None:
             self._seen[name] = x
         n = self.mask.n_prompt
-        y = functional.linear(self._masked(x), own, weights.get(f"{name}.bias"))
+        y = functional.linear(self._masked(layer, name, x), own, weights.get(f"{name}.bias"))
         if n == 0:
             return y
         with torch.no_grad():  # prompts depend on nothing that learns
@@ -74,12 +85,17 @@ class MaskedTeacher(Teacher):
             )
         return torch.cat((prompt, y), -2)
 
-    def _masked(self, x: Tensor) -> Tensor:
+    def _masked(self, layer: int, name: str, x: Tensor) -> Tensor:
         """Return the answer's part of ``x``, masked. Matrices of a family read the same ``x``."""
         if self._last is None or self._last[0] is not x:
-            answer = x[..., self.mask.n_prompt :, :]
-            self._last = x, largest(answer, self.mask.sparsity, is_straight=self.mask.is_straight)
+            answer, left_out = x[..., self.mask.n_prompt :, :], self._left_out(layer, name)
+            self._last = x, largest(answer, left_out, is_straight=self.mask.is_straight)
         return self._last[1]
+
+    def _left_out(self, layer: int, name: str) -> float:
+        """Return the share of the values that a matrix leaves out."""
+        share, sparsity = self._shares.get((layer, name)), self.mask.sparsity
+        return sparsity if share is None else at_sparsity(share, sparsity)
 
     def forget(self) -> None:
         """Release the activations of the last product."""

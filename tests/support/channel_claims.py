@@ -15,12 +15,10 @@ from llmaas_hooks import (
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.calibration import Activity
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
-from llmaas_plugins.flash_weights.channels import (
-    SPARSITIES,
-    open_scales,
-)
+from llmaas_plugins.flash_weights.channels import open_scales
 from llmaas_plugins.flash_weights.operands import FAMILIES
 from llmaas_plugins.flash_weights.packed import streamable
+from llmaas_plugins.flash_weights.shares import SPARSITIES
 
 ARENA = 8 << 20
 TOKENS = [1, 400, 401, 402, 403, 404, 300, 200, 100, 50, 60, 70, 80]
@@ -29,9 +27,9 @@ TOKENS = [1, 400, 401, 402, 403, 404, 300, 200, 100, 50, 60, 70, 80]
 def calibrated(tensors):
     """Return a calibration with thresholds that are never reached, and random channel orders."""
     rng = np.random.default_rng(5)
-    quantiles = np.linspace(1, 2, len(SPARSITIES), dtype=np.float32)
+    thresholds = np.linspace(1, 2, len(SPARSITIES), dtype=np.float32)
     return {
-        operand: Activity(quantiles, rng.random(operand.n_channels, np.float32))
+        operand: Activity(thresholds, rng.random(operand.n_channels, np.float32))
         for operand in channel_operands(tensors)
     }
 

@@ -11,8 +11,9 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES
 
 from llmaas_hooks import TensorInfo
-from llmaas_plugins.flash_weights.calibration import SPARSITIES, Activity
+from llmaas_plugins.flash_weights.calibration import Activity
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
+from llmaas_plugins.flash_weights.shares import SPARSITIES
 
 WIDTH, N_FF, N_KV = 64, 160, 32
 """Row lengths; some are multiples of the 128-value chunks and some are not."""
@@ -91,6 +92,7 @@ def calibration_of(tensors, seed=0):
         operand: Activity(
             np.sort(rng.random(len(SPARSITIES), np.float32)),
             rng.random(operand.n_channels, np.float32),
+            np.sort(rng.random(len(SPARSITIES), np.float32)) * np.float32(0.95),
         )
         for operand in channel_operands(tensors)
     }

@@ -11,9 +11,9 @@ from masked_llama import MaskedLlama
 
 from llmaas_eval.data import packaged_documents
 from llmaas_hooks import ConfigError
-from llmaas_plugins.flash_weights.calibration import SPARSITIES
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.grids import Grid
+from llmaas_plugins.flash_weights.shares import SPARSITIES, equal_share
 
 torch = pytest.importorskip("torch", reason="make test-train installs it")
 costs = pytest.importorskip("llmaas_plugins.training.distillation_costs")
@@ -243,19 +243,25 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(teacher, grids, windows
         run(replace(kept, identity="1" * 64))
 
 
-def test_a_run_depends_on_everything_that_it_is_made_of(windows):
-    of = distillation.run_identity
+def equal_shares(operands):
+    return {operand: equal_share() for operand in operands}
+
+
+def test_a_run_depends_on_everything_that_it_is_made_of(windows, operands):
+    of, shares = distillation.run_identity, equal_shares(operands)
+    others = {**shares, operands[0]: shares[operands[0]] / 2}
     found = {
-        of("a", windows, RECIPE),
-        of("b", windows, RECIPE),
-        of("a", windows[1:], RECIPE),
-        of("a", windows.reshape(-1, N // 2), RECIPE),
+        of("a", windows, shares, RECIPE),
+        of("b", windows, shares, RECIPE),
+        of("a", windows[1:], shares, RECIPE),
+        of("a", windows.reshape(-1, N // 2), shares, RECIPE),
+        of("a", windows, others, RECIPE),
         *(
-            of("a", windows, replace(RECIPE, **one))
+            of("a", windows, shares, replace(RECIPE, **one))
             for one in ({"sparsity": 0.5}, {"n_prompt": 0}, {"is_straight": False}, {"seed": 1})
         ),
     }
-    assert len(found) == 8
+    assert len(found) == 9
 
 
 def test_it_is_judged_at_the_sparsity_that_it_learned():
@@ -295,13 +301,13 @@ def test_distillation_wins_back_part_of_what_sparsity_costs(student, operands, w
 
 def check_thresholds(student, windows, operands):
     """Check that thresholds leave out the share of values that they are to."""
-    found = distillation.calibrate(student, windows, operands, N_PROMPT)
+    found = distillation.calibrate(student, windows, equal_shares(operands), N_PROMPT)
     assert list(found) == operands
     sparsity, shares = SPARSITIES[11], []
     student.teacher.mask = sparse_student.Mask(sparsity, N_PROMPT)
     for window in windows[20:24, None]:
         for operand, sizes in distillation._sizes(student, window, operands, N_PROMPT):
-            shares.append((sizes < found[operand].quantiles[11]).mean())
+            shares.append((sizes < found[operand].thresholds[11]).mean())
             assert found[operand].means.shape == (operand.n_channels,)
     assert np.mean(shares) == pytest.approx(sparsity, abs=0.03)
 

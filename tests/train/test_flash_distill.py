@@ -84,7 +84,9 @@ def oracle_logits(path, tokens, sparsity=SPARSITY):
     tensors = tensors_of(path)
     grids = sparse_student.grids_in(path, channel_operands(tensors), tensors)
     student = sparse_student.SparseStudent(sparse_student.MaskedTeacher(path), grids)
-    student.load(dict(matrices_in(open_channels(channel_path(path), path, tensors))))
+    file = open_channels(channel_path(path), path, tensors)
+    student.load(dict(matrices_in(file)))
+    student.teacher.share_by({one.operand: one.shares for one in file.operands.values()})
     student.is_rounded = False
     student.teacher.mask = sparse_student.Mask(sparsity, N_PROMPT)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from llmaas_plugins.cli.files import check_room, check_target
 from llmaas_plugins.cli.flash.distill_report import lines_of, report_of
 from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.flash.plan import group_layers_of
+from llmaas_plugins.cli.flash.sharing import N_SHARE_TOKENS, shares_on
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.learning_text import (
     add_text_option,
@@ -26,11 +27,15 @@ from llmaas_plugins.cli.output import duration_text, print_report, progress_bar,
 from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from llmaas_plugins.flash_weights.channels import ChannelFile
     from llmaas_plugins.flash_weights.operands import Operand
+    from llmaas_plugins.flash_weights.shares import Shares
     from llmaas_plugins.training.distillation import SparseRecipe
     from llmaas_plugins.training.recovery import Texts
-    from llmaas_plugins.training.sparse_student import SparseStudent
+    from llmaas_plugins.training.sparse_student import MaskedTeacher, SparseStudent
     from llmaas_plugins.training.workers import Workers
 
 __all__ = ["add_distill"]
@@ -105,7 +110,7 @@ class _Job:
     Attributes:
         args: Arguments of the command.
         tensors: Tensors of the model.
-        operands: Operands of the channel file.
+        shares: Share of each operand's values that the student leaves out.
         student: The student.
         texts: Text to learn from and to judge by.
         recipe: How to learn.
@@ -116,7 +121,7 @@ class _Job:
 
     args: argparse.Namespace
     tensors: Mapping[str, TensorInfo]
-    operands: list[Operand]
+    shares: Shares
     student: SparseStudent
     texts: Texts
     recipe: SparseRecipe
@@ -180,11 +185,33 @@ def _job(
     n_prompt = min(N_PROMPT, texts.training.shape[1] // 4)
     recipe = SparseRecipe(n_tokens, args.sparsity, n_prompt, n_rows=recipe.n_rows)
     teacher = MaskedTeacher(args.model, is_kept=is_kept)
+    shares = _shares(teacher, texts.training, operands, tensors, group)
+    teacher.share_by(shares)
     student = SparseStudent(teacher, grids_in(args.model, operands, tensors))
     own_text = None if args.text else own_text_path(folder, n_text)
-    job = _Job(args, tensors, operands, student, texts, recipe, group, folder, own_text)
+    job = _Job(args, tensors, shares, student, texts, recipe, group, folder, own_text)
     _say_time(job)
     return job
+
+
+def _shares(
+    teacher: MaskedTeacher,
+    windows: NDArray[np.int32],
+    operands: list[Operand],
+    tensors: Mapping[str, TensorInfo],
+    group: Workers,
+) -> Shares:
+    """Measure the operands' shares on some of the text; the first worker's serve all."""
+    import numpy as np
+
+    from llmaas_plugins.flash_weights.shares import GRID
+
+    steps = None
+    if group.is_first:
+        found = shares_on(teacher, list(windows[: N_SHARE_TOKENS // _WINDOW]), operands, tensors)
+        steps = np.stack([np.rint(found[one] / GRID[1]) for one in operands])
+    shared = group.shared(None if steps is None else steps.astype(np.int32))
+    return dict(zip(operands, GRID[shared].astype(np.float32), strict=True))
 
 
 def _checked_memory(
@@ -279,7 +306,7 @@ def _train(job: _Job) -> Path:
     from llmaas_plugins.training.trainer import Kept
 
     windows = job.texts.training
-    identity = run_identity(digest_of(job.args.model), windows, job.recipe)
+    identity = run_identity(digest_of(job.args.model), windows, job.shares, job.recipe)
     kept = Kept(job.folder / f"{identity[:16]}.npz", identity)
     with job.bar("learning", _trained_tokens(job)) as bar:
         progress: Callable[[int], Any] = bar.update if job.workers.is_first else lambda _n: None
@@ -289,13 +316,13 @@ def _train(job: _Job) -> Path:
 
 def _write(job: _Job, path: Path) -> ChannelFile:
     """Calibrate the student, and write its channel file."""
-    from llmaas_plugins.flash_weights.calibration import SPARSITIES
     from llmaas_plugins.flash_weights.channels import open_channels, write_channels
+    from llmaas_plugins.flash_weights.shares import SPARSITIES
     from llmaas_plugins.training.distillation import calibrate, distillation_of
 
     windows, n_prompt = job.texts.training, job.recipe.n_prompt
     with job.bar("calibrating", len(SPARSITIES) * windows.shape[1]) as bar:
-        found = calibrate(job.student, windows, job.operands, n_prompt, bar.update)
+        found = calibrate(job.student, windows, job.shares, n_prompt, bar.update)
     model, tensors = job.args.model, job.tensors
     group_layers, _ = group_layers_of(model, tensors)
     writing = write_channels(
@@ -314,9 +341,11 @@ def _write(job: _Job, path: Path) -> ChannelFile:
 
 
 def _load(student: SparseStudent, file: ChannelFile) -> None:
-    """Judge by the matrices of the file from now on."""
+    """Judge by the matrices and shares of the file from now on."""
     from llmaas_plugins.flash_weights.grids import matrices_in
 
+    shares = {channels.operand: channels.shares for channels in file.operands.values()}
+    student.teacher.share_by(shares)
     names = set()
     for name, values in matrices_in(file):
         student.load({name: values})

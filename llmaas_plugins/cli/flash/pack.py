@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, StoreError, TensorInfo
 from llmaas_plugins.cli.files import content_of
+from llmaas_plugins.cli.flash.sharing import measured_shares
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.output import progress_bar
@@ -18,6 +19,7 @@ from llmaas_plugins.model.loading import loaded
 if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.calibration import Calibration
     from llmaas_plugins.flash_weights.operands import Operand
+    from llmaas_plugins.flash_weights.shares import Shares
 
 __all__ = ["add_pack", "tensors_of"]
 
@@ -57,11 +59,22 @@ def add_pack(actions: Any) -> None:
         help="with --sparse: calibration text that shows which columns matter (default: text that "
         "the model writes itself)",
     )
+    parser.add_argument(
+        "--equal-shares",
+        action="store_true",
+        help="with --sparse: leave out the same share of each activation's values, as ActiveFlow "
+        "does (default, if torch is installed: the shares that raise the loss least together)",
+    )
 
 
 def pack(args: argparse.Namespace) -> int:
     """Write a model's packed file, and with ``--sparse`` also its channel file."""
-    for option, is_given in {"--text": args.text, "--group-layers": args.group_layers > 1}.items():
+    needing_sparse = {
+        "--text": args.text,
+        "--group-layers": args.group_layers > 1,
+        "--equal-shares": args.equal_shares,
+    }
+    for option, is_given in needing_sparse.items():
         if is_given and not args.sparse:
             raise ConfigError(f"{option} has no effect without --sparse.")
     tensors = tensors_of(args.model)
@@ -142,7 +155,11 @@ def _pack_channels(args: argparse.Namespace, tensors: Mapping[str, TensorInfo]) 
     from llmaas_plugins.flash_weights.channels import channel_path, write_channels
 
     model, path, found = args.model, channel_path(args.model), channel_operands(tensors)
-    activities = _calibrated(args, found) if found else {}
+    text = content_of(args.text) if args.text else None
+    shares = None
+    if found and not args.equal_shares:
+        shares = measured_shares(model, found, tensors, text)
+    activities = _calibrated(model, found, text, shares) if found else {}
     names = [name for operand in found for name in operand.weights]
     writing = write_channels(model, path, tensors, activities, group_layers=args.group_layers)
     _write(path, "packing columns", names, tensors, writing)
@@ -162,20 +179,22 @@ def _write(
     print(f"{path}: {path.stat().st_size / 1e6:,.0f} MB.")
 
 
-def _calibrated(args: argparse.Namespace, operands: list[Operand]) -> Calibration:
+def _calibrated(
+    path: Path, operands: list[Operand], text: bytes | None, shares: Shares | None
+) -> Calibration:
     """Calibrate a model's operands by evaluating a text."""
     import numpy as np
 
     from llmaas_plugins.activation import activate
     from llmaas_plugins.flash_weights.calibration import Calibrator
 
-    calibrator, text = Calibrator(), content_of(args.text) if args.text else None
+    calibrator = Calibrator()
     config = {"on_error": "raise", "plugins": {"flash_weights": {}}}
     with contextlib.ExitStack() as opened:
         opened.enter_context(activate(config, {"calibrator": calibrator}))
-        model = opened.enter_context(loaded(args.model))
+        model = opened.enter_context(loaded(path))
         tokens = None if text is None else np.array(model.tokenize(text, False, False), np.int32)
         bar = opened.enter_context(progress_bar("calibrating", "token", _N_TOKENS))
         return calibrator.calibrate(
-            model.model, operands, tokens, n_tokens=_N_TOKENS, progress=bar.update
+            model.model, operands, tokens, shares=shares, n_tokens=_N_TOKENS, progress=bar.update
         )

@@ -14,8 +14,9 @@ from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights import calibration
-from llmaas_plugins.flash_weights.calibration import SPARSITIES, Calibrator, channel_order
+from llmaas_plugins.flash_weights.calibration import Calibrator, channel_order
 from llmaas_plugins.flash_weights.operands import FAMILIES, operands
+from llmaas_plugins.flash_weights.shares import SPARSITIES, equal_share
 from llmaas_plugins.model import forward as evaluating
 
 BUCKET = 1 / 64
@@ -68,8 +69,8 @@ def test_of_a_text(reference_model):
     for operand, sizes in expected.items():
         assert sizes.shape == (len(TEXT) + 2, operand.n_channels)
         activity = found[operand]
-        assert activity.quantiles.dtype == activity.means.dtype == np.float32
-        np.testing.assert_allclose(activity.quantiles, np.quantile(sizes, SPARSITIES), rtol=BUCKET)
+        assert activity.thresholds.dtype == activity.means.dtype == np.float32
+        np.testing.assert_allclose(activity.thresholds, np.quantile(sizes, SPARSITIES), rtol=BUCKET)
         # a row's last bits depend on the rest of its batch
         np.testing.assert_allclose(activity.means, sizes.mean(axis=0), rtol=1e-2)
 
@@ -82,9 +83,9 @@ def test_of_what_the_model_says(reference_model):
         more = calibrate(n_tokens=601)
     assert sum(done) == 301
     for operand, activity in found.items():
-        assert (np.diff(activity.quantiles) > 0).all()
+        assert (np.diff(activity.thresholds) > 0).all()
         assert np.array_equal(activity.means, again[operand].means)
-        assert np.array_equal(activity.quantiles, again[operand].quantiles)
+        assert np.array_equal(activity.thresholds, again[operand].thresholds)
         assert not np.array_equal(activity.means, more[operand].means)
 
 
@@ -144,16 +145,16 @@ def test_windows_are_from_all_over_a_text(n_text, n_tokens, starts):
 def test_quantiles_of_zeros_and_of_one_bucket():
     counts = np.zeros(16320, np.uint64)
     counts[0], counts[127 << 6] = 60, 40  # the second one starts at 1.0
-    quantiles = calibration._quantiles(counts)
+    quantiles = calibration._quantiles(counts, equal_share())
     assert (quantiles[:11] < 1e-38).all()
     assert (quantiles[12:] > 1).all()
     assert (quantiles[12:] < 1 + BUCKET).all()
 
 
 def test_channels_are_ordered_by_their_mean():
-    quantiles = np.ones(19, np.float32)
-    small = calibration.Activity(quantiles, np.array([3, 1, 0, 2], np.float32))
-    large = calibration.Activity(quantiles, np.array([100, 500, 0, 100], np.float32))
+    thresholds = np.ones(19, np.float32)
+    small = calibration.Activity(thresholds, np.array([3, 1, 0, 2], np.float32))
+    large = calibration.Activity(thresholds, np.array([100, 500, 0, 100], np.float32))
     assert channel_order([small]).tolist() == [0, 3, 1, 2]
     assert channel_order([small, large]).tolist() == [1, 0, 3, 2]
     assert channel_order([small]).dtype == np.int32
@@ -177,7 +178,7 @@ def test_activations_that_are_not_finite(reference_model):
     found = operands(model_tensors(reference_model))
     magnitudes = _Magnitudes(np.full(found[0].n_channels, np.nan))
     with pytest.raises(LlmaasError, match=r"some inputs of blk\.0\.attn_q\.weight are not"):
-        calibration._activity(found[0], magnitudes)
+        calibration._activity(found[0], magnitudes, equal_share())
 
 
 class _Magnitudes:

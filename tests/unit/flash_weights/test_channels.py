@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, quants
 
 from llmaas_hooks import ConfigError, FileStamp, StoreError
-from llmaas_plugins.flash_weights.calibration import SPARSITIES, Activity
+from llmaas_plugins.flash_weights.calibration import Activity
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import (
     channel_path,
@@ -31,7 +32,9 @@ from llmaas_plugins.flash_weights.channels import (
     write_channels,
 )
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
+from llmaas_plugins.flash_weights.shares import SPARSITIES, equal_share
 from llmaas_plugins.flash_weights.sparse import add_channels
+from llmaas_plugins.model.gguf_header import read_header
 
 KINDS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F16": 8, "BF16": 8, "F32": 8}
 
@@ -138,8 +141,8 @@ def test_the_order_of_a_group_is_that_of_its_layers_together(tmp_path):
     means[1, 9] = 1000
     for operand in calibration:
         if operand.family == "attn_qkv":
-            quantiles = calibration[operand].quantiles
-            calibration[operand] = Activity(quantiles, means[operand.layer])
+            thresholds = calibration[operand].thresholds
+            calibration[operand] = Activity(thresholds, means[operand.layer])
     rest = [channel for channel in range(WIDTH) if channel != 9]
     for group_layers, orders in ((2, [[9, *rest]] * 2), (1, [list(range(WIDTH)), [9, *rest]])):
         list(write_channels(path, target, tensors, calibration, group_layers=group_layers))
@@ -150,15 +153,32 @@ def test_the_order_of_a_group_is_that_of_its_layers_together(tmp_path):
 def test_thresholds_are_between_those_measured(tmp_path):
     _, tensors, file = channels_of(tmp_path, n_layers=1)
     channels = file.operands[0, "ffn_down"]
-    quantiles = calibration_of(tensors)[channels.operand].quantiles
-    assert channels.threshold(0) == 0
-    for sparsity, expected in zip(SPARSITIES, quantiles, strict=True):
-        assert channels.threshold(sparsity) == pytest.approx(expected)
-    assert channels.threshold(0.025) == pytest.approx(quantiles[0] / 2)
-    assert channels.threshold(0.525) == pytest.approx((quantiles[9] + quantiles[10]) / 2)
-    for sparsity in (-0.01, 0.96, float("nan")):
-        with pytest.raises(ValueError, match="sparsity is"):
-            channels.threshold(sparsity)
+    activity = calibration_of(tensors)[channels.operand]
+    for found, known in (
+        (channels.threshold, activity.thresholds),
+        (channels.share, activity.share),
+    ):
+        assert found(0) == 0
+        for sparsity, expected in zip(SPARSITIES, known, strict=True):
+            assert found(sparsity) == pytest.approx(expected)
+        assert found(0.025) == pytest.approx(known[0] / 2)
+        assert found(0.525) == pytest.approx((known[9] + known[10]) / 2)
+        for sparsity in (-0.01, 0.96, float("nan")):
+            with pytest.raises(ValueError, match="sparsity is"):
+                found(sparsity)
+
+
+def test_a_file_without_shares_has_the_same_for_all(tmp_path):
+    path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=1)
+    tensors, target = tensors_of(path), channel_path(path)
+    calibration = {
+        operand: dataclasses.replace(activity, share=equal_share())
+        for operand, activity in calibration_of(tensors).items()
+    }
+    list(write_channels(path, target, tensors, calibration))
+    assert "llmaas.channels.shares" not in read_header(target).fields
+    for channels in open_channels(target, path, tensors).operands.values():
+        assert [channels.share(each) for each in SPARSITIES] == pytest.approx(SPARSITIES)
 
 
 def test_other_programs_can_read_it(tmp_path):
@@ -191,6 +211,21 @@ def test_scales_are_in_memory_for_one_operand_at_a_time(tmp_path):
     scales, weights = scales_of(file), Copying()
     add_channels(weights, file, FlashWeightsConfig(mode="sparse"))
     assert len(weights.handed_over) == 2
+
+
+def test_each_operand_leaves_out_its_own_share(tmp_path):
+    _, _, file = channels_of(tmp_path, n_layers=2)
+    weights = Mock()
+    for selection in ("top_k", "threshold"):
+        config = FlashWeightsConfig(mode="sparse", selection=selection, sparsity=0.6)
+        add_channels(weights, file, config)
+    made = [call.args[2] for call in weights.add_operand.call_args_list]
+    known = list(file.operands.values())
+    kept = [round(len(one.order) * (1 - one.share(0.6))) for one in known]
+    assert [one.n_top for one in made] == kept + [0] * len(known)
+    assert len(set(kept)) > 1
+    thresholds = [one.threshold(0.6) for one in known]
+    assert [one.threshold for one in made] == [0.0] * len(known) + thresholds
 
 
 def test_a_file_that_replaces_a_checked_one_is_refused(tmp_path):
@@ -269,8 +304,9 @@ def test_a_type_that_cannot_be_decoded_stays_out(tmp_path):
         (Activity(np.full(19, np.nan, np.float32), np.ones(WIDTH)), "not ascending"),
         (Activity(np.ones(18, np.float32), np.ones(WIDTH)), "not ascending"),
         (Activity(np.ones(19, np.float32), np.ones(WIDTH - 1)), "other channels"),
+        (Activity(np.ones(19, np.float32), np.ones(WIDTH), np.ones(19, np.float32)), "shares"),
     ],
-    ids=["nan", "short", "narrow"],
+    ids=["nan", "short", "narrow", "all"],
 )
 def test_a_calibration_of_something_else_is_refused(tmp_path, activity, message):
     path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=1)
