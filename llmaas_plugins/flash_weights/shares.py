@@ -7,11 +7,12 @@ zero. So each gets its own share (as TEAL does, Liu et al. 2024, Algorithm 1, wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_hooks import TensorInfo
 from llmaas_plugins.flash_weights.operands import Operand
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "cheapest_shares",
     "equal_share",
     "is_share",
+    "weight_counts",
 ]
 
 SPARSITIES = tuple(n / 20 for n in range(1, 20))
@@ -57,6 +59,16 @@ def is_share(values: NDArray[np.float32]) -> bool:
     return bool(
         is_usable and values[0] >= 0 and values[-1] <= GRID[-1] and (np.diff(values) >= 0).all()
     )
+
+
+def weight_counts(
+    operands: Iterable[Operand], tensors: Mapping[str, TensorInfo]
+) -> dict[Operand, int]:
+    """Return how many weights are multiplied by each activation."""
+    return {
+        operand: sum(tensors[name].shape[0] * tensors[name].shape[1] for name in operand.weights)
+        for operand in operands
+    }
 
 
 def cheapest_shares(

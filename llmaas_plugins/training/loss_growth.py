@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from llmaas_hooks import Tokens
 from llmaas_plugins.elastic.torch_model import Weights
-from llmaas_plugins.flash_weights.operands import Operand
+from llmaas_plugins.flash_weights.operands import FAMILIES, Operand
 from llmaas_plugins.flash_weights.shares import GRID
 from llmaas_plugins.training.student import Teacher
 
@@ -135,7 +135,7 @@ def _gradients(  # noqa: PLR0913, PLR0917  a layer with its input and output
     x.requires_grad_()
     with torch.enable_grad():
         output, seen = model.operands(layer, weights, x)
-        read = [seen[operand.weights[0].split(".")[2]] for operand in operands]
+        read = [seen[FAMILIES[operand.family][0]] for operand in operands]
         slope, *gradients = torch.autograd.grad(output, [x, *read], slopes)
     values = (each.detach()[0] for each in read)
     return slope, list(zip(values, (each[0] for each in gradients), strict=True))

@@ -63,9 +63,9 @@ class MaskedTeacher(Teacher):
     def share_by(self, shares: Shares) -> None:
         """Leave out these shares of each activation's values; without, all have the same."""
         self._shares = {
-            (one.layer, weight.split(".")[2]): share
+            (one.layer, name): share
             for one, share in shares.items()
-            for weight in one.weights
+            for name in FAMILIES[one.family]
         }
 
     def product(self, layer: int, weights: Weights, name: str, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmaas_hooks import TensorInfo
 from llmaas_plugins.flash_weights.operands import FAMILIES, Operand
-from llmaas_plugins.flash_weights.shares import GRID, SPARSITIES, Shares
+from llmaas_plugins.flash_weights.shares import GRID, SPARSITIES, Shares, weight_counts
 from llmaas_plugins.training.sparse_student import Mask, MaskedTeacher, SparseStudent, largest
 
 __all__ = ["Weighted", "block_shares"]
@@ -63,14 +63,10 @@ def block_shares(
     found = dict[Operand, NDArray[np.float32]]()
     for layer in range(teacher.blocks.n_layers):
         block = _Block(student, layer, inputs[layer], inputs[layer + 1])
-        here = [one for one in operands if one.layer == layer]
-        weights = {
-            one: sum(tensors[name].shape[0] * tensors[name].shape[1] for name in one.weights)
-            for one in here
-        }
+        weights = weight_counts((one for one in operands if one.layer == layer), tensors)
         path = _greedy(block, weights)
         left_out = [_sparsity(shares, weights) for shares in path]
-        for one in here:
+        for one in weights:
             known = np.interp(SPARSITIES, left_out, [shares[one] for shares in path])
             found[one] = known.astype(np.float32)
     teacher.share_by({})

@@ -59,18 +59,14 @@ def shares_on(
     tensors: Mapping[str, TensorInfo],
 ) -> Shares:
     """Return the shares that cost least on some windows of text, and show progress."""
-    from llmaas_plugins.flash_weights.shares import cheapest_shares
+    from llmaas_plugins.flash_weights.shares import cheapest_shares, weight_counts
     from llmaas_plugins.training.loss_growth import loss_growth
 
-    n_weights = {
-        operand: sum(tensors[name].shape[0] * tensors[name].shape[1] for name in operand.weights)
-        for operand in operands
-    }
     with progress_bar("measuring losses", "%", 100) as bar:
         growth = loss_growth(
             teacher, windows, operands, lambda share: bar.update(int(100 * share) - bar.n)
         )
-    return cheapest_shares(growth, n_weights)
+    return cheapest_shares(growth, weight_counts(operands, tensors))
 
 
 # -- internals -----------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_less_sparsity_is_nearer_to_all_of_the_model(opened, make_llama, selecti
             errors.append(np.abs(read(llama, tokens, suite)[8:] - expected).mean())
             (streamed,) = status(suite)["models"]
         used.append(streamed["channel_hits"] + streamed["channel_misses"])
-    assert errors[0] < errors[1] < errors[2]
+    assert errors[0] < 0.05 < errors[1] < errors[2], errors
     assert used[1] == pytest.approx(kept[1] / kept[0] * used[0], rel=0.1)
     assert used[2] == pytest.approx(kept[2] / kept[0] * used[0], rel=0.2)
 
