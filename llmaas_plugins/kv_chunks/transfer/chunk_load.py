@@ -18,7 +18,10 @@ from llmaas_plugins.kv_chunks.store.chunk_reader import ChunkReader
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
 from llmaas_plugins.signals import signals_wait
 
-__all__ = ["CellSegment", "ChunkLoad", "Decode", "Gap", "ReadTimer", "split_records"]
+__all__ = ["CellSegment", "ChunkLoad", "Decode", "Gap", "ReadTimer", "split_jobs"]
+
+_RAM_JOB_BYTES = 4 << 20
+"""Bytes of RAM chunks in one job: few jobs are best, because each handover waits for the GIL."""
 
 Decode = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
 """Function that decodes payloads, given their addresses, sizes and first cells."""
@@ -198,10 +201,14 @@ class ChunkLoad(NamedTuple):
         return len(chunks)
 
 
-def split_records(
-    chunks: Sequence[Chunk], most_bytes: int = _native.RECORD_MAX
-) -> Iterator[Sequence[Chunk]]:
-    """Split chunks into runs of at most ``most_bytes`` (default: 1 MiB), or of one larger chunk."""
+def split_jobs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+    """Group chunks into jobs: one record if they are read from disk, more if they are in RAM."""
+    for is_absent, group in itertools.groupby(chunks, key=lambda chunk: chunk.ram == ABSENT):
+        yield from _split(list(group), _native.RECORD_MAX if is_absent else _RAM_JOB_BYTES)
+
+
+def _split(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]:
+    """Split chunks into runs of at most ``most_bytes``, or of one larger chunk."""
     start, n_bytes = 0, 0
     for i, chunk in enumerate(chunks):
         if i > start and n_bytes + chunk.size > most_bytes:

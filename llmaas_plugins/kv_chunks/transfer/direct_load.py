@@ -8,20 +8,17 @@ for loads without gaps. If some tokens must be recomputed, ``pipeline`` loads se
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
-from llmaas_plugins.kv_chunks.transfer.chunk_load import ChunkLoad, split_records
+from llmaas_plugins.kv_chunks.transfer.chunk_load import ChunkLoad, split_jobs
 from llmaas_plugins.signals import signals_wait
 
 __all__ = ["load_into_cells"]
-
-_RAM_JOB_BYTES = 4 << 20
-"""Bytes of RAM chunks in one job: few jobs are best, because each handover waits for the GIL."""
 
 
 def load_into_cells(
@@ -35,7 +32,7 @@ def load_into_cells(
         row_addresses: Addresses of their rows (``KVCells.label_cells``).
         threads: Threads that share the work with this one.
     """
-    jobs = list(_split_jobs(chunks))
+    jobs = list(split_jobs(chunks))
     counts = map(count_tokens, jobs)
     first_cells = list(itertools.accumulate(counts, initial=0))
     decode = load.cell_decoder(row_addresses, first_cells[-1])
@@ -49,15 +46,6 @@ def load_into_cells(
     leading = itertools.takewhile(lambda i: n_sound[i] == len(jobs[i]), range(len(jobs)))
     n_whole = sum(1 for _ in leading)
     return sum(n_sound[i] for i in range(min(n_whole + 1, len(jobs))))
-
-
-def _split_jobs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """Group chunks into jobs: one record if they are read from disk, more if they are in RAM."""
-    for is_absent, group in itertools.groupby(chunks, key=lambda chunk: chunk.ram == ABSENT):
-        if is_absent:
-            yield from split_records(list(group))
-        else:
-            yield from split_records(list(group), _RAM_JOB_BYTES)
 
 
 def _run_shared(threads: Executor, work: Callable[[int], int], order: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Load chunks in overlapping stages (LLMS Fig. 8).
 
 While the engine takes one segment's blob, several threads prepare the next segments. Each thread
-reads and verifies a record, and decodes it into its segment's blob while it is in the CPU cache.
+reads and verifies a few chunks, and decodes them into their segment's blob.
 While the engine recomputes cells, one thread reads the chunks after them into the RAM tier.
 """
 
@@ -22,7 +22,7 @@ from llmaas_plugins.kv_chunks.transfer.chunk_load import (
     ChunkLoad,
     Gap,
     ReadTimer,
-    split_records,
+    split_jobs,
 )
 from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
@@ -181,7 +181,7 @@ class _BufferRing:
         """
         self._load = load
         self._parts = parts
-        self._records = [list(split_records(part)) for part in parts]
+        self._records = [list(split_jobs(part)) for part in parts]
         self._staging = staging
         self._workers = workers
         self._ahead_bytes = ahead_bytes

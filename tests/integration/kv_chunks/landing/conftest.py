@@ -11,7 +11,7 @@ from landing import (
 )
 from switching import ask
 
-from llmaas_plugins.kv_chunks.transfer import chunk_load, direct_load
+from llmaas_plugins.kv_chunks.transfer import direct_load
 from llmaas_plugins.kv_chunks.transfer.cell_loader import CellLoader
 
 
@@ -63,6 +63,4 @@ def ways(monkeypatch):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Give the threads one chunk at a time, as if chunks were large."""
-    monkeypatch.setattr(
-        direct_load, "split_records", lambda chunks, *_: chunk_load.split_records(chunks, 1)
-    )
+    monkeypatch.setattr(direct_load, "split_jobs", lambda chunks: [[chunk] for chunk in chunks])
