@@ -38,6 +38,7 @@ __all__ = ["main"]
 
 Costs = dict[str, float]
 
+_COST_NAMES = {"speedup": "time over vanilla"}
 _ADDED = "added_us"
 
 
@@ -107,7 +108,7 @@ def _bench(build: Path, bench: str) -> Costs:
 def _costs(figures: dict[str, Any]) -> Costs:
     """Return speed-ups over vanilla as time ratios, and added microseconds unchanged."""
     costs = {
-        name: 1 / value
+        _COST_NAMES.get(name, name.replace("_speed", " time over")): 1 / value
         for name, value in figures.items()
         if name == "speedup" or name.endswith("_speed")
     }

@@ -66,7 +66,7 @@ class ChunkWriter:
             n_dirty = len(self._residency.dirty)
             batch, offsets = self._next_batch()
             if batch or len(self._residency.dirty) < n_dirty:
-                if self._residency.update.removed or self._residency.update.frees_space:
+                if self._disk.tier.reuses_held:
                     self._try_commit()  # no row may name a place that is about to be overwritten
                 self._write(batch, offsets)
                 return True
@@ -107,15 +107,19 @@ class ChunkWriter:
         with self._index_lock:
             with self._residency.lock:
                 update, self._residency.update = self._residency.update, IndexUpdate()
+                held = self._disk.tier.take_held()
             update.writes = self._write_budget.written()
             try:
                 self._disk.index.apply(update)
             except BaseException as error:
                 with self._residency.lock:
                     self._residency.update = update.merged_with(self._residency.update)
+                    self._disk.tier.hold_again(held)
                 if isinstance(error, sqlite3.Error):
                     raise StoreError(f"KV store's index: {error}") from error
                 raise
+            with self._residency.lock:
+                self._disk.tier.release(held)
 
     def erase_freed(self) -> None:
         """Commit all changes to the index, and erase the bytes of removed chunks on disk.

@@ -20,7 +20,13 @@ _MAX_STALE_RANGES = 1 << 16
 class DiskTier(Tier):
     """The slab file. Page 0 is the header; chunk extents follow.
 
-    Free space may hold bytes of old chunks until it is overwritten or erased.
+    Free space may hold bytes of old chunks until it is overwritten or erased. The place of a chunk
+    that was freed is held until the index no longer names it (``take_held``, ``release``); only
+    when nothing else is free do other chunks take it earlier.
+
+    Attributes:
+        reuses_held: Whether reserved places may still be named by the index. Commit it before
+            they are written.
     """
 
     HEADER_BYTES = 4096
@@ -35,11 +41,18 @@ class DiskTier(Tier):
         """
         super().__init__(max(0, budget - self.HEADER_BYTES), "lru")
         self._stale: dict[int, int] | None = None  # lengths by offset; None: all free space
+        self._held: list[tuple[int, int]] = []  # offsets and bytes
+        self.reuses_held = False
         self._file = FILES.open(path, os.O_RDWR | os.O_CREAT)
         try:
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
         except OSError:  # for example on tmpfs
             self._direct = os.dup(self._file)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of chunks, in whole pages."""
+        return super().used_bytes - sum(page_round(n_bytes) for _, n_bytes in self._held)
 
     @property
     def fd(self) -> int:
@@ -79,13 +92,12 @@ class DiskTier(Tier):
         if self.file_size() > end:
             os.ftruncate(self._file, end)
 
-    # -- old bytes ------------------------------------------------------------------------------
+    # -- freed places ---------------------------------------------------------------------------
 
     def shrink(self, offset: int, old_bytes: int, new_bytes: int) -> None:
-        """Free the end of a chunk that was shortened, and mark it as stale."""
-        super().shrink(offset, old_bytes, new_bytes)
+        """Free the end of a chunk that was shortened."""
         tail = page_round(new_bytes)
-        self._mark_stale(offset + tail, page_round(old_bytes) - tail)
+        self._hold(offset + tail, page_round(old_bytes) - tail)
 
     def cancel(self, offset: int, n_bytes: int) -> None:
         """Free a reservation, and mark it as stale because some of it may have been written."""
@@ -93,12 +105,50 @@ class DiskTier(Tier):
         self._mark_stale(offset, n_bytes)
 
     def free(self, chunk: Chunk, offset: int) -> None:
-        """Free the chunk's space at ``offset``, and mark its bytes as stale until erased."""
-        super().free(chunk, offset)
-        self._mark_stale(offset, chunk.size)
+        """Free the chunk's space at ``offset``, and take the chunk out of the queue."""
+        self.queue.remove(chunk)
+        self._hold(offset, chunk.size)
+
+    def take_held(self) -> list[tuple[int, int]]:
+        """Return the held places, offsets and bytes, whose rows the next commit removes.
+
+        Call ``release`` with them after the commit, or ``hold_again`` if it failed.
+        """
+        held, self._held, self.reuses_held = self._held, [], False
+        return held
+
+    def release(self, held: Sequence[tuple[int, int]]) -> None:
+        """Let other chunks take these places."""
+        for offset, n_bytes in held:
+            self._extents.release(offset, n_bytes)
+
+    def hold_again(self, held: Sequence[tuple[int, int]]) -> None:
+        """Hold places that the index still names, after a commit that failed."""
+        self._held[:0] = held
+        self.reuses_held = True
+
+    def _hold(self, offset: int, n_bytes: int) -> None:
+        if n_bytes > 0:
+            self._held.append((offset, n_bytes))
+            self._mark_stale(offset, n_bytes)
+
+    def _allocate(self, n_bytes: int) -> int | None:
+        offset = super()._allocate(n_bytes)
+        if offset is None and self._held:
+            self._release_early()
+            offset = super()._allocate(n_bytes)
+        return offset
+
+    def _release_early(self) -> None:
+        if self._held:
+            self.release(self.take_held())
+            self.reuses_held = True
+
+    # -- old bytes ------------------------------------------------------------------------------
 
     def take_stale(self) -> list[tuple[int, int]]:
         """Return free ranges of the file that may hold old bytes, with lengths, for ``erase``."""
+        self._release_early()
         end = min(self.capacity, page_round(max(0, self.file_size() - self.HEADER_BYTES)))
         marked = {0: end} if self._stale is None else self._stale
         self._stale = {}

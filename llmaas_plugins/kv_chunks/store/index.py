@@ -77,7 +77,6 @@ class IndexUpdate:
         used: Keys of used chunks, least recently used first.
         heads: Key of the last chunk of every named context; None if no context changed.
         layouts: Newly learned layouts of cells, as JSON, by root.
-        frees_space: Whether other chunks may take places in the slab once this is committed.
         writes: Bytes written to the slab, in whole pages, by day (days since 1970).
         erases: Whether the bytes of removed chunks are to be erased; ``end_erasing`` confirms it.
     """
@@ -87,7 +86,6 @@ class IndexUpdate:
     used: dict[bytes, None] = field(default_factory=dict)
     heads: Mapping[str, bytes] | None = None
     layouts: dict[bytes, str] = field(default_factory=dict)
-    frees_space: bool = False
     writes: dict[int, int] = field(default_factory=dict)
     erases: bool = False
 
@@ -100,7 +98,6 @@ class IndexUpdate:
             {key: None for key in self.used if key not in later.used} | later.used,
             self.heads if later.heads is None else later.heads,
             self.layouts | later.layouts,
-            self.frees_space or later.frees_space,
             self.writes | later.writes,
             self.erases or later.erases,
         )

@@ -224,7 +224,6 @@ class ChunkResidency:
         if chunk.disk != ABSENT and self.disk is not None:
             self.disk.shrink(chunk.disk, old, size)
             self.queue_index_update(chunk)
-            self.update.frees_space = True
         self.counters.cut_chunks += 1
         self.counters.cut_bytes += old - size
 

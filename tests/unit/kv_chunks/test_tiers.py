@@ -191,6 +191,7 @@ def test_only_what_was_freed_is_erased(disk, tmp_path):
     disk.free(chunks[1], chunks[1].disk)
     disk.free(chunks[2], chunks[2].disk)
     disk.free(chunks[4], chunks[4].disk)
+    disk.release(disk.take_held())
     assert disk.reserve(PAGE, never, never) == PAGE  # chunk 1's place, for new bytes
     # chunk 2's place, which never got the new bytes
     disk.cancel(disk.reserve(PAGE, never, never), PAGE)
@@ -233,16 +234,41 @@ def test_more_marks_than_are_worth_keeping_mean_everything(disk, tmp_path, monke
     assert disk.take_stale() == [(0, 4 * PAGE)]
 
 
+def test_place_that_the_index_still_names_is_taken_last(disk, tmp_path):
+    chunks = fill(disk, tmp_path, 15)  # the whole tier
+    disk.free(chunks[3], chunks[3].disk)
+    assert disk.used_bytes == 14 * PAGE
+    held = disk.take_held()
+    assert disk.reserve(PAGE, lambda _: False, never) is None  # a commit is under way
+    disk.release(held)
+    assert disk.reserve(PAGE, never, never) == 3 * PAGE
+    assert not disk.reuses_held
+    disk.free(chunks[5], chunks[5].disk)
+    assert disk.reserve(PAGE, never, never) == 5 * PAGE
+    assert disk.reuses_held
+
+
+def test_places_stay_held_after_a_failed_commit(disk, tmp_path):
+    chunks = fill(disk, tmp_path, 2)
+    disk.free(chunks[0], 0)
+    disk.hold_again(disk.take_held())
+    assert disk.reserve(PAGE, never, never) == 2 * PAGE
+    assert disk.reuses_held
+    assert disk.take_held() == [(0, PAGE)]
+
+
 def test_slab_is_cut_behind_the_last_chunk(disk, tmp_path):
     chunks = fill(disk, tmp_path, 4)
     disk.free(chunks[1], chunks[1].disk)
     disk.truncate_tail()
     assert disk.file_size() == 5 * PAGE
     disk.free(chunks[3], chunks[3].disk)
+    disk.release(disk.take_held())
     disk.truncate_tail()
     assert disk.file_size() == 4 * PAGE
     for i in (0, 2):
         disk.free(chunks[i], chunks[i].disk)
+    disk.release(disk.take_held())
     disk.truncate_tail()
     assert disk.file_size() == PAGE
 
