@@ -20,6 +20,9 @@ running: ContextVar[tuple[str, str] | None] = ContextVar("llmaas_running", defau
 """Plugin and hook that were called last in this thread or task; deferred work belongs to them."""
 
 
+Check = Callable[[Any, Mapping[str, Any]], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """One plugin's implementation of one hook.
@@ -30,6 +33,7 @@ class Implementation:
         owner: The two names, for ``running``.
         function: The plugin's bound method.
         takes: Names of the hook's arguments that ``function`` takes, in its order.
+        check: Check of what ``function`` returned, given the hook's arguments as well.
     """
 
     plugin: str
@@ -37,6 +41,7 @@ class Implementation:
     owner: tuple[str, str]
     function: Callable[..., Any]
     takes: tuple[str, ...]
+    check: Check
 
     @classmethod
     def of(cls, hook: pluggy.HookCaller, found: pluggy.HookImpl) -> Implementation:
@@ -58,7 +63,8 @@ class Implementation:
                 "remove the default"
             )
         owner = found.plugin_name, hook.name
-        return cls(*owner, owner, found.function, tuple(found.argnames))
+        check = _CHECKS.get(hook.name, _check_nothing)
+        return cls(*owner, owner, found.function, tuple(found.argnames), check)
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function with those of ``arguments`` that it takes.
@@ -70,16 +76,17 @@ class Implementation:
         if running.get() is not self.owner:  # setting takes three times as long as looking
             running.set(self.owner)
         result = self.function(*map(arguments.__getitem__, self.takes))
-        check = _CHECKS.get(self.hook)
-        if check is not None:
-            check(result, arguments)
-        elif result is not None:
-            raise _wrong(result, "None")
+        self.check(result, arguments)
         return result
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
+def _check_nothing(result: Any, _: Mapping[str, Any]) -> None:
+    if result is not None:
+        raise _wrong(result, "None")
 
 
 def _check_restored(result: Any, arguments: Mapping[str, Any]) -> None:
@@ -117,7 +124,7 @@ def _wrong(result: object, expected: str) -> TypeError:
     return TypeError(f"returned {type(result).__name__}, expected {expected}")
 
 
-_CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
+_CHECKS: Mapping[str, Check] = {
     "llmaas_kv_restore": _check_restored,
     "llmaas_kv_evict": _check_freed,
     "llmaas_level": _check_levels,

@@ -188,6 +188,8 @@ class CellTracker:
         if not named:
             return True
         counts, most = batch.n_seq_id, self.app_n_seq_max
+        if n_tokens == 1 == counts[0]:
+            return bool(named[0][0] < most)
         for i in range(n_tokens):
             sequences = named[i]
             for j in range(counts[i]):
