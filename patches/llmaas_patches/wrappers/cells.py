@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from llama_cpp import Llama, LlamaState
@@ -29,7 +28,6 @@ __all__ = [
 ]
 
 Function = Callable[..., Any]
-_NO_BLOCK = nullcontext()
 Change = Callable[..., int | None]
 """Function from a call's arguments to the first position of sequence 0 that the call changes, or
 None."""
@@ -87,13 +85,18 @@ def _noted(
         tracker = trackers.get(address(handle))
         if tracker is None:
             return original(handle, *args)
-        with host.call(tracker):
+        was_in_call, tracker.is_in_call = tracker.is_in_call, True  # `host.call` takes longer
+        try:
             if pending:
                 settle(address(handle))
             note(tracker, args)
             if tracker.hides and not tracker.is_lent:
                 return around(tracker, original, (handle, *args))
             return original(handle, *args)
+        finally:
+            tracker.is_in_call = was_in_call
+            if tracker.must_free_parked:
+                host.free_at_end(tracker)
 
     return noted
 
@@ -116,8 +119,11 @@ def wrap_eval(host: Host, original: Function) -> Function:
         start, ctx, n_tokens = self.n_tokens, address(self.ctx), len(tokens)
         tracker.is_evaluating = True
         try:
-            with _NO_BLOCK if host.native is None else host.native.batch_of(ctx, n_tokens):
+            if host.native is None or n_tokens == 1:
                 original(self, tokens)
+            else:
+                with host.native.batch_of(ctx, n_tokens):
+                    original(self, tokens)
         except BaseException:
             self._requires_eval = True  # the logits may be of an unrecorded batch
             raise
