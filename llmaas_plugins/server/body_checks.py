@@ -60,13 +60,14 @@ def check_body(route: str, body: bytes) -> tuple[Levels, list[Wanted]]:
         Refusal: The route cannot handle the body.
     """
     values = parsed(body)
+    if isinstance(prompt := values.get("prompt"), list) and len(prompt) > 1:
+        kind = "token ids; send text" if isinstance(prompt[0], int) else "prompts"
+        raise _mistake(f"prompt: expected one prompt, found {len(prompt)} {kind}")
     checked = validated(model, values) if (model := _BODIES.get(route)) is not None else None
     if route == "embedding" and values["input"] == []:
         raise _mistake("input: expected at least one text, found an empty list")
     if route == "embedding" and not server_engine().context_params.embeddings:
         raise _mistake("This server makes no embeddings: start it with --embedding True.")
-    if isinstance(prompt := values.get("prompt"), list) and len(prompt) > 1:
-        raise _mistake(f"prompt: expected one prompt, found {len(prompt)}")
     if route == "tokens":
         _check_tokens(values.get("tokens"))
     if not isinstance(checked, CreateChatCompletionRequest | CreateCompletionRequest):

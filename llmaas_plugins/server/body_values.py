@@ -18,8 +18,8 @@ _MOST_NESTED = 64
 MOST_VALUES = 32_768
 """Most values in a body: 10,000 messages, or 32,000 tokens."""
 MOST_ENTRIES = 4096
-"""Most entries of a list or object, but for lists of messages and of tokens."""
-_LONG_LISTS = ("messages", "tokens")
+"""Most entries of a list or object, but for lists of messages, of tokens and of prompts."""
+_LONG_LISTS = ("messages", "tokens", "prompt")
 _SLICE_VALUES = 512
 """Values in messages to validate at once: pydantic describes each mistake, about 1 kB for one."""
 

@@ -93,7 +93,8 @@ def explain_mistakes() -> None:
     def explained(handler: Any, error: Exception, body: Any = None) -> tuple[int, Any]:
         if isinstance(error, RequestValidationError):
             raise error  # to the exception handler of all routes
-        if isinstance(error, UnicodeDecodeError):
+        is_explained = isinstance(body, CreateChatCompletionRequest | CreateCompletionRequest)
+        if isinstance(error, UnicodeDecodeError) and not is_explained:
             message = (
                 "tokens: their text begins or ends inside a character. Send all of its tokens."
             )
@@ -104,7 +105,6 @@ def explain_mistakes() -> None:
             reason = " ".join(str(error).split()) or type(error).__name__
             message = f"The chat format cannot work with these messages or tools: {reason}"
             return 400, error_body(400, message)["error"]
-        is_explained = isinstance(body, CreateChatCompletionRequest | CreateCompletionRequest)
         if not is_explained and (_MISTAKES.search(str(error)) or _TOO_LONG.search(str(error))):
             code = "context_length_exceeded" if _TOO_LONG.search(str(error)) else None
             return 400, error_body(400, str(error), code)["error"]

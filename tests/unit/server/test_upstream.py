@@ -43,3 +43,11 @@ def test_tokens_that_end_inside_a_character(explain):
     status, found = explain(caught.value)
     assert status == 400
     assert found["message"].startswith("tokens: their text begins or ends inside a character")
+
+
+def test_text_of_a_completion_that_cannot_be_decoded_is_not_said_to_be_of_tokens(explain):
+    with pytest.raises(UnicodeDecodeError) as caught:
+        "☃".encode()[:2].decode()
+    status, found = explain(caught.value, CreateCompletionRequest(prompt="x"))
+    assert status == 500
+    assert "tokens:" not in found["message"]
