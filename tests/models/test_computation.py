@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import llama_cpp
 import numpy as np
+import pytest
 from gguf import GGMLQuantizationType
 from llama_cpp._internals import LlamaContext
 from switching import ENDINGS, OTHER, PROMPT, Conversation, ask
@@ -58,6 +59,7 @@ def trained(conversation):
         return found + [ask(llama, prompt, 4)[1] for prompt in (PROMPT, OTHER, PROMPT)]
 
 
+@pytest.mark.skipif(llama_cpp.__version__ == "0.3.35", reason="its llama.cpp aborts in training")
 def test_cells_of_trained_weights_are_not_stored(suite, report, tmp_path):
     path = write_random_model(tmp_path / "model.gguf", SHAPE, GGMLQuantizationType.F32)
     conversation = Conversation(path, {"use_mmap": False})
