@@ -225,19 +225,22 @@ class ChunkWriter:
             )
         except StoreError as error:
             failure = error
-            self._failed(self._write_failures, error)
-        else:
-            self._write_failures.worked()
         with self._residency.lock:
+            # The held places may be the only ones that a full file system has left.
+            is_retried = failure is not None and tier.release_early()
             for chunk, offset in zip(batch, offsets, strict=True):
                 in_tree = self._residency.tree.get(chunk.id.key) is chunk
                 if in_tree and failure is None:
                     self._written(chunk, offset)
                     continue
                 tier.cancel(offset, chunk.size)
-                if in_tree:
+                if in_tree and not is_retried:
                     self._lose(chunk)
             self._residency.unpin(batch)
+        if failure is None:
+            self._write_failures.worked()
+        elif not is_retried:
+            self._failed(self._write_failures, failure)
 
     def _written(self, chunk: Chunk, offset: int) -> None:
         chunk.disk = offset

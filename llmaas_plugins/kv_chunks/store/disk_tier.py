@@ -127,6 +127,14 @@ class DiskTier(Tier):
         self._held[:0] = held
         self.reuses_held = True
 
+    def release_early(self) -> bool:
+        """Release the held places before the next commit; return whether there were any."""
+        had_any = bool(self._held)
+        if had_any:
+            self.release(self.take_held())
+            self.reuses_held = True
+        return had_any
+
     def _hold(self, offset: int, n_bytes: int) -> None:
         if n_bytes > 0:
             self._held.append((offset, n_bytes))
@@ -134,21 +142,15 @@ class DiskTier(Tier):
 
     def _allocate(self, n_bytes: int) -> int | None:
         offset = super()._allocate(n_bytes)
-        if offset is None and self._held:
-            self._release_early()
+        if offset is None and self.release_early():
             offset = super()._allocate(n_bytes)
         return offset
-
-    def _release_early(self) -> None:
-        if self._held:
-            self.release(self.take_held())
-            self.reuses_held = True
 
     # -- old bytes ------------------------------------------------------------------------------
 
     def take_stale(self) -> list[tuple[int, int]]:
         """Return free ranges of the file that may hold old bytes, with lengths, for ``erase``."""
-        self._release_early()
+        self.release_early()
         end = min(self.capacity, page_round(max(0, self.file_size() - self.HEADER_BYTES)))
         marked = {0: end} if self._stale is None else self._stale
         self._stale = {}

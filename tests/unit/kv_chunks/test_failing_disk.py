@@ -14,6 +14,7 @@ from page_stores import ROOT, load, save, text
 
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.extents import PAGE
 
 
@@ -240,3 +241,20 @@ def test_a_full_disk_is_told_once_then_counted(open_store, monkeypatch, caplog):
     save(store, text((10000, 64)))
     store.flush()
     assert len(lines()) == 2
+
+
+def test_full_disk_still_has_the_places_of_replaced_chunks(open_store, tmp_path):
+    store = open_store(ram=100, disk=4000)
+    for i in range(60):  # the slab becomes much larger than the index
+        save(store, text((50_000 + 100 * i, 16)))
+    save(store, text((0, 320)), "a")
+    store.flush()
+    kept = []
+    with files_up_to((tmp_path / "kv/chunks.slab").stat().st_size):
+        for i in range(1, 9):
+            tokens = text((1000 * i, 320))
+            store.drop_replaced_tail("a", chain(ROOT, tokens))
+            save(store, tokens, "a")
+            store.flush()
+            kept.append(store.match(ROOT, tokens).n_tokens)
+    assert kept == [320] * 8
