@@ -107,14 +107,14 @@ class ChunkWriter:
         with self._index_lock:
             with self._residency.lock:
                 update, self._residency.update = self._residency.update, IndexUpdate()
-                held = self._disk.tier.take_held()
+                reuses_held, held = self._disk.tier.reuses_held, self._disk.tier.take_held()
             update.writes = self._write_budget.written()
             try:
                 self._disk.index.apply(update)
             except BaseException as error:
                 with self._residency.lock:
                     self._residency.update = update.merged_with(self._residency.update)
-                    self._disk.tier.hold_again(held)
+                    self._disk.tier.hold_again(held, reuses_held=reuses_held)
                 if isinstance(error, sqlite3.Error):
                     raise StoreError(f"KV store's index: {error}") from error
                 raise

@@ -15,14 +15,16 @@ from llmaas_plugins.kv_chunks.store.tree import Chunk
 __all__ = ["DiskTier"]
 
 _MAX_STALE_RANGES = 1 << 16
+_MAX_HELD_PLACES = 16
+"""Most freed places to hold: a save that replaces more commits twice, or the file would grow."""
 
 
 class DiskTier(Tier):
     """The slab file. Page 0 is the header; chunk extents follow.
 
     Free space may hold bytes of old chunks until it is overwritten or erased. The place of a chunk
-    that was freed is held until the index no longer names it (``take_held``, ``release``); only
-    when nothing else is free do other chunks take it earlier.
+    that was freed is held until the index no longer names it (``take_held``, ``release``). Other
+    chunks take it earlier only if nothing else is free, or if there are many such places.
 
     Attributes:
         reuses_held: Whether reserved places may still be named by the index. Commit it before
@@ -122,10 +124,10 @@ class DiskTier(Tier):
         for offset, n_bytes in held:
             self._extents.release(offset, n_bytes)
 
-    def hold_again(self, held: Sequence[tuple[int, int]]) -> None:
-        """Hold places that the index still names, after a commit that failed."""
+    def hold_again(self, held: Sequence[tuple[int, int]], *, reuses_held: bool) -> None:
+        """Put back what ``take_held`` changed, after a commit that failed."""
         self._held[:0] = held
-        self.reuses_held = True
+        self.reuses_held = self.reuses_held or reuses_held
 
     def release_early(self) -> bool:
         """Release the held places before the next commit; return whether there were any."""
@@ -141,6 +143,8 @@ class DiskTier(Tier):
             self._mark_stale(offset, n_bytes)
 
     def _allocate(self, n_bytes: int) -> int | None:
+        if len(self._held) > _MAX_HELD_PLACES:
+            self.release_early()
         offset = super()._allocate(n_bytes)
         if offset is None and self.release_early():
             offset = super()._allocate(n_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -251,10 +252,23 @@ def test_place_that_the_index_still_names_is_taken_last(disk, tmp_path):
 def test_places_stay_held_after_a_failed_commit(disk, tmp_path):
     chunks = fill(disk, tmp_path, 2)
     disk.free(chunks[0], 0)
-    disk.hold_again(disk.take_held())
+    disk.hold_again(disk.take_held(), reuses_held=False)
     assert disk.reserve(PAGE, never, never) == 2 * PAGE
+    assert not disk.reuses_held
+    disk.release_early()
+    disk.hold_again(disk.take_held(), reuses_held=True)
     assert disk.reuses_held
-    assert disk.take_held() == [(0, PAGE)]
+
+
+def test_no_more_places_are_held_than_a_save_replaces(tmp_path):
+    with contextlib.closing(DiskTier(tmp_path / "chunks.slab", 101 * PAGE)) as disk:
+        chunks = fill(disk, tmp_path, 40)
+        for chunk in chunks[:16]:
+            disk.free(chunk, chunk.disk)
+        assert disk.reserve(PAGE, never, never) == 40 * PAGE
+        disk.free(chunks[16], chunks[16].disk)
+        assert disk.reserve(PAGE, never, never) == 0
+        assert disk.reuses_held
 
 
 def test_slab_is_cut_behind_the_last_chunk(disk, tmp_path):
