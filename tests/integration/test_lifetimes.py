@@ -27,7 +27,8 @@ warnings.simplefilter("ignore")  # of forks in a process with threads
 TEXT, OTHER = {TEXT!r}, {OTHER!r}
 
 def start():
-    return activate({{"plugins": {{"kv_chunks": {{"store": sys.argv[1]}}}}}})
+    exact = {{"codec": "lossless", "recompute": False}}
+    return activate({{"plugins": {{"kv_chunks": {{"store": sys.argv[1], **exact}}}}}})
 
 def opened():
     settings = {{"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "verbose": False}}
