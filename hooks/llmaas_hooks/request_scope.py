@@ -26,6 +26,7 @@ __all__ = [
 _Yield = TypeVar("_Yield")
 _Send = TypeVar("_Send")
 _Return = TypeVar("_Return")
+_MOST_NAME_BYTES = 1 << 16
 
 
 class RequestScope(NamedTuple):
@@ -76,9 +77,30 @@ def entered(scope: RequestScope) -> Iterator[None]:
 
 @contextmanager
 def serving_context(context_id: str | None, app: str | None = None) -> Iterator[None]:
-    """Name the persistent context and the app for the requests started inside the block."""
+    """Name the persistent context and the app for the requests started inside the block.
+
+    Raises:
+        ValueError: A name cannot be stored: it has more than 65,536 bytes, or is no Unicode text.
+    """
+    for kind, name in (("context", context_id), ("app", app)):
+        if name is not None:
+            _check_name(kind, name)
     with entered(current()._replace(context_id=context_id, app=app)):
         yield
+
+
+def _check_name(kind: str, name: str) -> None:
+    try:
+        n_bytes = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{kind} name {name[:40]!a}: expected text in Unicode; {error.reason}"
+        ) from None
+    if n_bytes > _MOST_NAME_BYTES:
+        raise ValueError(
+            f"{kind} name {name[:40]!r}…: expected at most {_MOST_NAME_BYTES} bytes in UTF-8, "
+            f"found {n_bytes}"
+        )
 
 
 @contextmanager

@@ -65,7 +65,8 @@ class CellTracker:
         hides: Whether plugins added sequences that the app must not see.
         parked: Sequences that hold a plugin's cells between calls.
         must_free_parked: Whether ``parked`` must be freed as soon as no call uses the context.
-        is_in_call: Whether a call that reads or changes cells is running.
+        n_calls: Number of running calls that read or change cells, nested ones too. Several threads
+            count here: one app's, and the background thread.
         is_lent: Whether the current calls are a plugin's.
         n_explained: Number of leading recorded tokens whose cells ``Llama`` evaluated or a plugin
             restored.
@@ -90,7 +91,7 @@ class CellTracker:
         self.hides = False
         self.parked: set[int] = set()
         self.must_free_parked = False
-        self.is_in_call = False
+        self.n_calls = 0
         self.is_lent = False
         self.n_explained = 0
         self.sparse_from: int | None = None
@@ -245,16 +246,15 @@ class CellTracker:
     @contextmanager
     def in_call(self) -> Iterator[None]:
         """Keep other threads from freeing plugins' sequences inside the block."""
-        was_in_call = self.is_in_call
+        self.n_calls += 1
         try:
-            self.is_in_call = True
             yield
         finally:
-            self.is_in_call = was_in_call
+            self.n_calls -= 1
 
     def free_at_end(self) -> None:
         """Free plugins' sequences if the plugins have ended and nothing uses the context."""
-        is_used = self.is_in_call or any(not end.is_paused for end in self.due)
+        is_used = self.n_calls > 0 or any(not end.is_paused for end in self.due)
         if self.must_free_parked and not (is_used or self.is_closed):
             self.must_free_parked = False  # first, because freeing ends calls, which come here
             try:

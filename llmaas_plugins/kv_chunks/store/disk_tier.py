@@ -44,6 +44,7 @@ class DiskTier(Tier):
         super().__init__(max(0, budget - self.HEADER_BYTES), "lru")
         self._stale: dict[int, int] | None = None  # lengths by offset; None: all free space
         self._held: list[tuple[int, int]] = []  # offsets and bytes
+        self._freed_bytes = 0  # in places that are held, or were taken for a commit
         self.reuses_held = False
         self._file = FILES.open(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -54,7 +55,7 @@ class DiskTier(Tier):
     @property
     def used_bytes(self) -> int:
         """Bytes of chunks, in whole pages."""
-        return super().used_bytes - sum(page_round(n_bytes) for _, n_bytes in self._held)
+        return super().used_bytes - self._freed_bytes
 
     @property
     def fd(self) -> int:
@@ -123,6 +124,7 @@ class DiskTier(Tier):
         """Let other chunks take these places."""
         for offset, n_bytes in held:
             self._extents.release(offset, n_bytes)
+            self._freed_bytes -= page_round(n_bytes)
 
     def hold_again(self, held: Sequence[tuple[int, int]], *, reuses_held: bool) -> None:
         """Put back what ``take_held`` changed, after a commit that failed."""
@@ -140,6 +142,7 @@ class DiskTier(Tier):
     def _hold(self, offset: int, n_bytes: int) -> None:
         if n_bytes > 0:
             self._held.append((offset, n_bytes))
+            self._freed_bytes += page_round(n_bytes)
             self._mark_stale(offset, n_bytes)
 
     def _allocate(self, n_bytes: int) -> int | None:

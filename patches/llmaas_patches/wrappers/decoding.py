@@ -39,7 +39,7 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
         if tracker is None:
             prepare(ctx, None)
             return decode(ctx, batch, batch.n_tokens)
-        was_in_call, tracker.is_in_call = tracker.is_in_call, True
+        tracker.n_calls += 1
         try:
             prepare(ctx, tracker)
             n_tokens = batch.n_tokens
@@ -47,7 +47,7 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
                 return refusal
             return decode(ctx, batch, n_tokens)
         finally:
-            tracker.is_in_call = was_in_call
+            tracker.n_calls -= 1
             if tracker.must_free_parked:
                 host.free_at_end(tracker)
 

@@ -66,3 +66,19 @@ def test_a_block_that_is_left_in_another_task_does_not_change_its_scope():
         here = current()
         generator.close()
         assert current() is here
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("\ud800", r"'\\ud800': expected text in Unicode; surrogates not allowed"),
+        ("ü" * 32_769, "…: expected at most 65536 bytes in UTF-8, found 65538"),
+    ],
+)
+def test_name_that_no_store_can_keep_is_refused(name, message):
+    with pytest.raises(ValueError, match=rf"^context name .*{message}"), serving_context(name):
+        pytest.fail("the block has begun")
+    with pytest.raises(ValueError, match=r"^app name "), serving_context(None, name):
+        pytest.fail("the block has begun")
+    with serving_context("ü" * 32_768, ""):
+        pass

@@ -241,6 +241,7 @@ def test_place_that_the_index_still_names_is_taken_last(disk, tmp_path):
     assert disk.used_bytes == 14 * PAGE
     held = disk.take_held()
     assert disk.reserve(PAGE, lambda _: False, never) is None  # a commit is under way
+    assert disk.used_bytes == 14 * PAGE
     disk.release(held)
     assert disk.reserve(PAGE, never, never) == 3 * PAGE
     assert not disk.reuses_held
