@@ -115,7 +115,7 @@ class ChunkWriter:
                 with self._residency.lock:
                     self._residency.update = update.merged_with(self._residency.update)
                     self._disk.tier.hold_again(held, reuses_held=reuses_held)
-                if isinstance(error, sqlite3.Error):
+                if isinstance(error, sqlite3.Error | ValueError):  # of text that is not Unicode
                     raise StoreError(f"KV store's index: {error}") from error
                 raise
             with self._residency.lock:
