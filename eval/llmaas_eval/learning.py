@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from llmaas_eval.data import (
     TRAINING_TEXT,
@@ -15,8 +16,9 @@ from llmaas_eval.data import (
     read_documents,
 )
 from llmaas_eval.elastic.texts import Windows, windows_of
+from llmaas_eval.results import about
 
-__all__ = ["has_torch", "texts"]
+__all__ = ["has_torch", "record", "texts"]
 
 _N_TOKENS, _CHARACTERS = 512, 6
 _KINDS = ("the training text's kind", "novels", "news", "service dialogs")
@@ -28,6 +30,16 @@ def has_torch() -> bool:
     if not is_found:
         sys.stderr.write("torch is not installed: pip install 'llmaas-plugins[train]'\n")
     return is_found
+
+
+def record() -> dict[str, Any]:
+    """Return the record of this run, with the GPU if one learned."""
+    from llmaas_plugins.training.device import device_name, learning_device
+
+    found, device = about(), learning_device()
+    if device.type == "cuda":
+        found["machine"] += f", {device_name(device)}"
+    return found
 
 
 def texts(args: argparse.Namespace, model: Path) -> tuple[Windows, Mapping[str, Windows]]:

@@ -146,7 +146,10 @@ def _rewrite() -> int:
 def _commit() -> str | None:
     """Return the commit of this checkout, with ``-dirty`` if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"]
-    found = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)  # noqa: S603  a constant command
+    try:
+        found = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)  # noqa: S603  a constant command
+    except FileNotFoundError:  # git is not installed
+        return None
     return found.stdout.strip() if found.returncode == 0 else None
 
 

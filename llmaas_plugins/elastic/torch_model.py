@@ -69,7 +69,10 @@ class Decoder:
         architecture: The model's architecture.
         blocks: The model's units.
         n_vocab: Size of the vocabulary.
+        device: Device of the weights, which computes.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, path: Path) -> None:
         """Map a GGUF into memory.
@@ -159,7 +162,8 @@ class Decoder:
             q = self.norm(q, weights["attn_q_norm.weight"])
             k = self.norm(k, weights["attn_k_norm.weight"])
         n_tokens = x.shape[-2]
-        turns, mask = self._turns(layer, n_tokens), _visible(n_tokens, a.layers[layer].window)
+        turns = self._turns(layer, n_tokens)
+        mask = _visible(n_tokens, a.layers[layer].window, self.device)
         q, k = self._rotate(q, turns), self._rotate(k, turns)
         if a.score_cap:
             y = _capped_attention(q, k, v, mask, a.score_scale, a.score_cap)
@@ -208,7 +212,7 @@ class Decoder:
             y = self._last_norm(x)
         cut = y.detach().requires_grad_()
         normalizers, _ = self._normalizers(cut, targets)
-        places = torch.arange(len(x))
+        places = torch.arange(len(x), device=self.device)
         with torch.enable_grad():
             for start, logits in self._logits(cut):
                 errors = torch.exp(logits.detach() - normalizers[:, None])
@@ -220,8 +224,7 @@ class Decoder:
 
     def _normalizers(self, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-sum-exp of the logits, and the logits of the targets."""
-        total = torch.full((len(y),), -torch.inf)
-        found = torch.zeros(len(y))
+        total, found = y.new_full((len(y),), -torch.inf), y.new_zeros(len(y))
         for start, logits in self._logits(y.detach()):
             total = torch.logaddexp(total, logits.logsumexp(-1))
             here = (targets >= start) & (targets < start + logits.shape[-1])
@@ -251,10 +254,12 @@ class Decoder:
     def _turns(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
         """Return RoPE's cosines and sines by position and pair."""
         own, n_rot = self.architecture.layers[layer], self.architecture.n_rot
-        rates = own.rope_base ** -(torch.arange(0, n_rot, 2, dtype=torch.float64) / n_rot)
+        pairs = torch.arange(0, n_rot, 2, dtype=torch.float64, device=self.device)
+        rates = own.rope_base ** -(pairs / n_rot)
         if "rope_freqs.weight" in self._tensors:
             rates = rates / self._read("rope_freqs.weight")
-        angles = torch.outer(torch.arange(n_tokens) * own.rope_scale, rates)
+        places = torch.arange(n_tokens, device=self.device)
+        angles = torch.outer(places * own.rope_scale, rates)
         return angles.cos().float(), angles.sin().float()
 
     def _rotate(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
@@ -272,13 +277,14 @@ class Decoder:
         tensor = self._tensors[name]
         content = self._bytes[tensor.at : tensor.at + tensor.n_bytes]
         if len(tensor.shape) == 1:
-            return torch.from_numpy(quants.dequantize(content, tensor.type).astype(np.float32))
+            vector = quants.dequantize(content, tensor.type).astype(np.float32)
+            return torch.from_numpy(vector).to(self.device)
         content = content.reshape(tensor.n_rows, -1)[rows]
         values = torch.empty(len(content), tensor.n_columns)
         for start in range(0, len(content), _ROWS):
             some = slice(start, start + _ROWS)
             values.numpy()[some] = quants.dequantize(content[some], tensor.type)
-        return values
+        return values.to(self.device)
 
 
 def _gated(x: Tensor, gates: Tensor) -> Tensor:
@@ -295,7 +301,7 @@ def _capped_attention(  # noqa: PLR0913, PLR0917 -- same arguments as torch's at
     return (scores.softmax(-1) @ v.unsqueeze(-3)).flatten(-4, -3)
 
 
-def _visible(n_tokens: int, window: int | None) -> Tensor:
+def _visible(n_tokens: int, window: int | None, device: torch.device) -> Tensor:
     """Return whether a token (row) attends to another (column)."""
-    mask = torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril()
+    mask = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=device).tril()
     return mask if window is None else mask.triu(1 - window)

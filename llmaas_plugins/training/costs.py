@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from llmaas_plugins.elastic.torch_model import Decoder
-from llmaas_plugins.machine import resident_bytes
 from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.training.closed_form import N_WINDOWS
+from llmaas_plugins.training.device import learning_device, used_bytes, wait
 from llmaas_plugins.training.objectives import MOST_LOGITS, Objective
 from llmaas_plugins.training.recovery import Recipe, Texts
 from llmaas_plugins.training.student import Level
@@ -37,7 +37,8 @@ def step_seconds(
 ) -> float:
     """Return the seconds of a step that changes nothing.
 
-    A short step comes first: the first one of a process takes longer, as it loads modules.
+    Another step comes first: the first one of a process takes longer, as it loads modules. It is
+    short on a processor, where a step can take minutes. A GPU loads other kernels for other sizes.
 
     Args:
         module: Module that learns.
@@ -45,9 +46,13 @@ def step_seconds(
         windows: Windows of the step.
         n_prompt: First tokens of each window that the objective leaves out.
     """
-    _step(module, objective, windows[:1, : n_prompt + _WARM_TOKENS + 1])
+    device = learning_device()
+    is_short = device.type == "cpu"
+    _step(module, objective, windows[:1, : n_prompt + _WARM_TOKENS + 1] if is_short else windows)
+    wait(device)
     started = time.monotonic()
     _step(module, objective, windows)
+    wait(device)
     return time.monotonic() - started
 
 
@@ -65,7 +70,7 @@ def weights_bytes(path: Path) -> int:
 
 
 def memory_bytes(path: Path, decoder: Decoder, recipe: Recipe, n_window: int) -> int:
-    """Return about how much memory learning takes, with what the process has already.
+    """Return about how much of the device's memory learning takes, with what the process has.
 
     Args:
         path: Path of the model.
@@ -82,4 +87,4 @@ def memory_bytes(path: Path, decoder: Decoder, recipe: Recipe, n_window: int) ->
     adapters = 4 * recipe.rank * blocks.n_layers * (4 * blocks.n_embd + 2 * heads + 3 * blocks.n_ff)
     logits = 4 * min(MOST_LOGITS, recipe.n_rows * n_window * decoder.n_vocab)
     layer = 0 if is_kept else weights_bytes(path) // blocks.n_layers
-    return resident_bytes() + 4 * (values + adapters + logits) + layer
+    return used_bytes(decoder.device) + 4 * (values + adapters + logits) + layer

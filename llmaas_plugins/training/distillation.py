@@ -25,7 +25,7 @@ from llmaas_plugins.flash_weights.grids import stored
 from llmaas_plugins.flash_weights.operands import Operand
 from llmaas_plugins.flash_weights.shares import SPARSITIES, Shares
 from llmaas_plugins.training.batches import Batches, Lengths
-from llmaas_plugins.training.objectives import Objective, Quality, improves, qualities
+from llmaas_plugins.training.objectives import Objective, Quality, batched, improves, qualities
 from llmaas_plugins.training.sparse_student import Mask, SparseStudent
 from llmaas_plugins.training.trainer import Kept, Settings, train
 from llmaas_plugins.training.workers import Workers
@@ -154,10 +154,10 @@ def judge(
     with torch.no_grad():
         for sparsity in sparsities:
             student.teacher.mask = Mask(sparsity, n_prompt)
-            for window in windows[:, None]:
-                outputs = student(torch.from_numpy(window[:, :-1].astype(np.int32)))
-                found[sparsity] += qualities(student.teacher, outputs, window, n_prompt)
-                progress(window.size)
+            for some in batched(windows):
+                outputs = student(torch.from_numpy(some[:, :-1].astype(np.int32)))
+                found[sparsity] += qualities(student.teacher, outputs, some, n_prompt)
+                progress(some.size)
     return found
 
 
@@ -264,6 +264,6 @@ def _sizes(
             for operand in operands:
                 if operand.layer == layer:
                     name = operand.weights[0].split(".")[2]
-                    found.append((operand, seen[name][0, n_prompt:].abs().numpy()))
+                    found.append((operand, seen[name][0, n_prompt:].abs().cpu().numpy()))
         student.teacher.forget()
     return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from llmaas_plugins.elastic.units import Blocks
 from llmaas_plugins.flash_weights.shares import SPARSITIES
-from llmaas_plugins.machine import resident_bytes
 from llmaas_plugins.training.costs import step_seconds
+from llmaas_plugins.training.device import learning_device, used_bytes
 from llmaas_plugins.training.distillation import SparseRecipe, Windows
 from llmaas_plugins.training.objectives import MOST_LOGITS, Objective
 from llmaas_plugins.training.sparse_student import SparseStudent
@@ -23,7 +23,7 @@ def distillation_bytes(  # noqa: PLR0913, PLR0917 -- everything that memory depe
     weights_bytes: int, blocks: Blocks, n_own: int, n_vocab: int, recipe: SparseRecipe,
     n_window: int, *, is_kept: bool,
 ) -> int:  # fmt: skip
-    """Return about how much memory distillation takes, with what the process has already.
+    """Return about how much of the device's memory distillation takes, with what the process has.
 
     Args:
         weights_bytes: Bytes of the model's weights as float32.
@@ -42,7 +42,8 @@ def distillation_bytes(  # noqa: PLR0913, PLR0917 -- everything that memory depe
     rounded = _ROUNDED_BYTES * n_own * n_layers // blocks.n_layers
     whole = weights_bytes if is_kept else weights_bytes // blocks.n_layers
     learned = int((_LEARNED_BYTES + _FACTOR_BYTES) * n_own)
-    return resident_bytes() + whole + learned + rounded + 4 * (values * n_layers + logits)
+    values_and_logits = 4 * (values * n_layers + logits)
+    return used_bytes(learning_device()) + whole + learned + rounded + values_and_logits
 
 
 def distillation_seconds(

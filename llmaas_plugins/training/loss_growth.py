@@ -92,14 +92,14 @@ def _forward(model: Teacher, windows: Sequence[Tokens]) -> tuple[list[list[Tenso
 
 
 def _drawn(model: Teacher, output: Tensor, chance: torch.Generator) -> Tensor:
-    """Draw the next token of each position from the model's predictions."""
+    """Draw the next token of each position from the model's predictions, on any device alike."""
     step = max(1, _MOST_LOGITS // model.n_vocab)
     return torch.cat(
         [
-            torch.multinomial(model.logits(some).softmax(-1), 1, generator=chance)[:, 0]
+            torch.multinomial(model.logits(some).softmax(-1).cpu(), 1, generator=chance)[:, 0]
             for some in output.split(step)
         ]
-    )
+    ).to(model.device)
 
 
 def _layer_squares(
@@ -147,5 +147,5 @@ def _squares(values: Tensor, gradients: Tensor) -> NDArray[np.float64]:
     sums = (values * gradients).gather(-1, order).double().cumsum(-1)
     sums = functional.pad(sums, (1, 0))[1:]
     n_left_out = torch.from_numpy(np.rint(GRID * values.shape[-1]).astype(np.int64))
-    found: NDArray[np.float64] = sums[:, n_left_out].square().sum(0).numpy()
+    found: NDArray[np.float64] = sums[:, n_left_out.to(sums.device)].square().sum(0).cpu().numpy()
     return found

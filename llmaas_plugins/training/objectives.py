@@ -22,6 +22,7 @@ __all__ = [
     "MOST_LOGITS",
     "Objective",
     "Quality",
+    "batched",
     "closure",
     "improves",
     "mean_quality",
@@ -30,6 +31,8 @@ __all__ = [
 
 MOST_LOGITS = 1 << 23
 """Most logits in memory at once, of the student and of the teacher each."""
+_N_JUDGED = 8
+"""Windows to judge at once: a GPU is as fast as with one, and gradients take more memory."""
 _SURE = 2.0
 """Standard errors by which a mean must be above 0."""
 
@@ -79,7 +82,7 @@ class Objective:
         """
         decoder, y, n_prompt = self._decoder, outputs.detach().flatten(0, 1), self._n_prompt
         known = y if not self._has_teacher else _whole(decoder, windows, n_prompt)
-        targets = _targets(windows, n_prompt)
+        targets = _targets(windows, n_prompt, decoder.device)
         total, gradient = 0.0, torch.empty_like(y)
         for rows in _chunks(decoder, len(y)):
             part = y[rows].requires_grad_()
@@ -105,6 +108,12 @@ class Quality(NamedTuple):
     whole: float
 
 
+def batched(windows: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
+    """Yield the windows to judge, some at a time."""
+    for start in range(0, len(windows), _N_JUDGED):
+        yield windows[start : start + _N_JUDGED]
+
+
 def mean_quality(found: Sequence[Quality]) -> Quality:
     """Return the mean over windows."""
     return Quality(*np.mean(found, axis=0).tolist())
@@ -126,9 +135,10 @@ def qualities(
     decoder: Decoder, outputs: Tensor, windows: NDArray[np.int32], n_prompt: int = 0
 ) -> list[Quality]:
     """Return the quality of each window, from the outputs of the last layer as in ``Objective``."""
-    teacher, targets = _whole(decoder, windows, n_prompt), _targets(windows, n_prompt)
+    teacher = _whole(decoder, windows, n_prompt)
+    targets = _targets(windows, n_prompt, decoder.device)
     student, n = outputs.detach().flatten(0, 1), windows.shape[1] - n_prompt - 1
-    found = torch.empty(len(student), 3, dtype=torch.float64)
+    found = torch.empty(len(student), 3, dtype=torch.float64, device=decoder.device)
     for rows in _chunks(decoder, len(student)):
         with torch.no_grad():
             mine = functional.log_softmax(decoder.logits(student[rows]), -1)
@@ -145,8 +155,8 @@ def _whole(decoder: Decoder, windows: NDArray[np.int32], n_prompt: int) -> Tenso
         return decoder.run(windows[:, :-1])[:, n_prompt:].flatten(0, 1)
 
 
-def _targets(windows: NDArray[np.int32], n_prompt: int) -> Tensor:
-    return torch.from_numpy(windows[:, n_prompt + 1 :].astype(np.int64)).flatten()
+def _targets(windows: NDArray[np.int32], n_prompt: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(windows[:, n_prompt + 1 :].astype(np.int64)).flatten().to(device)
 
 
 def _chunks(decoder: Decoder, n_rows: int) -> Iterator[slice]:

@@ -31,6 +31,7 @@ from llmaas_plugins.training.batches import Batches, Lengths
 from llmaas_plugins.training.objectives import (
     Objective,
     Quality,
+    batched,
     closure,
     improves,
     mean_quality,
@@ -186,9 +187,9 @@ def judge(level: Level, windows: Windows) -> list[Quality]:
     """Return the quality of each window."""
     found = []
     with torch.no_grad():
-        for window in windows[:, None]:
-            outputs = level(torch.from_numpy(window[:, :-1].astype(np.int32)))
-            found += qualities(level.teacher, outputs, window)
+        for some in batched(windows):
+            outputs = level(torch.from_numpy(some[:, :-1].astype(np.int32)))
+            found += qualities(level.teacher, outputs, some)
     return found
 
 
@@ -237,11 +238,10 @@ def padded(stored: LowRank, blocks: Blocks, weight: str) -> Adapter:
 
 def _stored(level: Level) -> dict[str, Adapter]:
     """Round a level's adapters to the 8 bits in which they are stored, and return them padded."""
-    found, rounded = {}, {}
+    found, rounded, mine = {}, {}, level.arrays()
     for layer, name in product(range(level.teacher.blocks.n_layers), ADAPTED):
         key = f"{layer}:{name}"
-        mine = level.adapters
-        stored = LowRank.of(mine[f"{key}:a"].detach().numpy(), mine[f"{key}:b"].detach().numpy())
+        stored = LowRank.of(mine[f"{key}:a"], mine[f"{key}:b"])
         rounded[f"{key}:a"], rounded[f"{key}:b"] = stored.floats()
         weight = f"blk.{layer}.{name}.weight"
         found[weight] = padded(stored, level.teacher.blocks, weight)

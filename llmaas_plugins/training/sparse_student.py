@@ -126,7 +126,7 @@ class SparseStudent(nn.Module):
         self._grids: dict[str, _Blocks] = {}
         for weight, grid in grids.items():
             _, layer, name, _ = weight.split(".")
-            values = torch.from_numpy(grid.values)
+            values = torch.from_numpy(grid.values).to(teacher.device)
             self.matrices[f"{layer}:{name}"] = nn.Parameter(values)
             self._grids[f"{layer}:{name}"] = _Blocks(values, grid)
 
@@ -235,8 +235,10 @@ class _Blocks:
     """Factors of a matrix's blocks, as a function of the matrix's values."""
 
     def __init__(self, values: Tensor, grid: Grid) -> None:
-        self._scales = torch.from_numpy(grid.scales.astype(np.float32))
-        self._mins = None if grid.mins is None else torch.from_numpy(grid.mins.astype(np.float32))
+        self._scales = torch.from_numpy(grid.scales.astype(np.float32)).to(values.device)
+        self._mins = None
+        if grid.mins is not None:
+            self._mins = torch.from_numpy(grid.mins.astype(np.float32)).to(values.device)
         self._least, self._most = grid.least, grid.most
         self._peaks = _peaks(values)
 
@@ -260,10 +262,10 @@ class _Blocks:
 
     def grid(self, values: Tensor) -> Grid:
         numbers, scales, mins = self.numbers(values)
-        halves = None if mins is None else mins.half().numpy()
+        halves = None if mins is None else mins.half().cpu().numpy()
         return Grid(
-            numbers.view_as(values).to(torch.int8).numpy(), scales.half().numpy(), halves,
-            self._least, self._most,
+            numbers.view_as(values).to(torch.int8).cpu().numpy(), scales.half().cpu().numpy(),
+            halves, self._least, self._most,
         )  # fmt: skip
 
 

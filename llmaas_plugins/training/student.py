@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from llmaas_hooks.native.low_rank import LowRank
 from llmaas_plugins.elastic.torch_model import Decoder, Weights
 from llmaas_plugins.elastic.units import Blocks, Widths
+from llmaas_plugins.training.device import learning_device
 
 __all__ = ["ADAPTED", "Level", "Teacher", "dimensions_of"]
 
@@ -46,7 +47,7 @@ class Teacher(Decoder):
             StoreError: The file cannot be read.
         """
         super().__init__(path)
-        self.is_kept = is_kept
+        self.is_kept, self.device = is_kept, learning_device()
         self._ends: dict[str, Tensor] = {}
         self._layers: list[Weights] = []
         self._seen: dict[str, Tensor] | None = None
@@ -116,15 +117,17 @@ class Level(nn.Module):
         """
         super().__init__()
         self.teacher, self.widths, self.rank = teacher, widths, rank
-        self._biases = {name: torch.from_numpy(bias) for name, bias in biases.items()}
+        device = teacher.device
+        self._biases = {name: torch.from_numpy(each).to(device) for name, each in biases.items()}
         chance = torch.Generator().manual_seed(seed)
         self.adapters = nn.ParameterDict()
         for layer in range(teacher.blocks.n_layers):
             for name in self.adapted:
                 n_in, n_out = dimensions_of(teacher.blocks, widths, layer, name)
                 a = torch.randn(rank, n_in, generator=chance) / n_in**0.5
-                self.adapters[f"{layer}:{name}:a"] = nn.Parameter(a)
-                self.adapters[f"{layer}:{name}:b"] = nn.Parameter(torch.zeros(n_out, rank))
+                self.adapters[f"{layer}:{name}:a"] = nn.Parameter(a.to(device))
+                b = torch.zeros(n_out, rank, device=device)
+                self.adapters[f"{layer}:{name}:b"] = nn.Parameter(b)
 
     def forward(self, windows: Tensor) -> Tensor:
         """Return the last layer's outputs for int32 windows, ``(n_windows, n_tokens, n_embd)``."""
@@ -178,7 +181,7 @@ class Level(nn.Module):
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         """Return copies of the parameters by name."""
-        return {name: each.detach().numpy().copy() for name, each in self.adapters.items()}
+        return {name: each.detach().cpu().numpy().copy() for name, each in self.adapters.items()}
 
     def put(self, stored: Mapping[str, LowRank]) -> None:
         """Use stored adapters, which may have other ranks, by the names of their weights."""
@@ -186,7 +189,7 @@ class Level(nn.Module):
             one = stored.get(f"blk.{layer}.{name}.weight")
             if one is not None:
                 for part, values in zip("ab", one.floats(), strict=True):
-                    tensor = torch.from_numpy(np.ascontiguousarray(values))
+                    tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self.teacher.device)
                     self.adapters[f"{layer}:{name}:{part}"] = nn.Parameter(tensor)
 
     def load(self, arrays: Mapping[str, NDArray[np.float32]]) -> None:

@@ -182,10 +182,10 @@ class _Run:
             )
 
     def _arrays(self) -> dict[str, NDArray[np.float32]]:
-        found = {name: each.detach().numpy() for name, each in self._parameters.items()}
+        found = {name: each.detach().cpu().numpy() for name, each in self._parameters.items()}
         for name, each in self._parameters.items():
             state = self._optimizer.state[each]
-            found |= {f"{name}|{moment}": state[moment].numpy() for moment in _MOMENTS}
+            found |= {f"{name}|{moment}": state[moment].cpu().numpy() for moment in _MOMENTS}
         return found
 
     def _resume(self) -> None:
@@ -214,4 +214,5 @@ class _Run:
                     if arrays:
                         tensor.copy_(torch.from_numpy(arrays[key]))
                     self._workers.share(tensor)
-                self._optimizer.state[each] = {"step": torch.tensor(float(self.step)), **state}
+                step = torch.tensor(float(self.step), device=each.device)
+                self._optimizer.state[each] = {"step": step, **state}

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from llmaas_eval.data import DATA
 from llmaas_eval.distillation.report import report
-from llmaas_eval.learning import has_torch, texts
-from llmaas_eval.results import about
+from llmaas_eval.learning import has_torch, record, texts
 from llmaas_patches.native.packing import model_tensors
 
 __all__ = ["main"]
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = SparseRecipe(args.tokens, n_prompt=n_prompt)
     tensors = model_tensors(args.model)
     rows = study(Material(args.model, tensors, training, kinds, recipe, args.out), args.arms)
-    document = about() | {"n_tokens": args.tokens, "rows": rows}
+    document = record() | {"n_tokens": args.tokens, "rows": rows}
     sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
     return 0
 

@@ -81,7 +81,8 @@ class Gains(Level):
             found = teacher.weights(layer)
             trained = {name: each for name, each in found.items() if name.endswith("norm.weight")}
             for name in ("attn_output.bias", "ffn_down.bias"):
-                trained[name] = found.get(name, torch.zeros(teacher.blocks.n_embd))
+                zeros = torch.zeros(teacher.blocks.n_embd, device=teacher.device)
+                trained[name] = found.get(name, zeros)
             for name, start in trained.items():
                 key = f"{layer}:{name}".replace(".", "/")  # torch allows no dots
                 self.adapters[key] = nn.Parameter(start.clone())

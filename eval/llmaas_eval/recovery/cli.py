@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from llmaas_eval.data import DATA
-from llmaas_eval.learning import has_torch, texts
+from llmaas_eval.learning import has_torch, record, texts
 from llmaas_eval.recovery.report import report
-from llmaas_eval.results import about
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 
 __all__ = ["main"]
@@ -89,4 +88,4 @@ def _measured(args: argparse.Namespace, elastic: Elastic) -> dict[str, Any]:
         levels,
     )
     settings = {"table": table, "rank": args.rank, "n_tokens": args.tokens}
-    return about() | settings | {"rows": rows}
+    return record() | settings | {"rows": rows}

@@ -55,7 +55,8 @@ def add_recover(actions: Any) -> None:
         "Learn a small adapter for each level of a prepared model, by the predictions of the whole "
         "model, and write the adapters into the file. A level whose predictions its adapter does "
         "not improve, on text held out, gets none. Needs torch: pip install "
-        "'llmaas-plugins[train]'. Stop it at any time: the same command goes on. `torchrun "
+        "'llmaas-plugins[train]'; it uses a GPU that torch can use, unless CUDA_VISIBLE_DEVICES is "
+        "empty. Stop it at any time: the same command goes on. `torchrun "
         "--nproc-per-node N -m llmaas_plugins.cli.main elastic recover …` shares the work among "
         "processes or machines.",
         is_prepared=True,
@@ -225,8 +226,8 @@ def _chosen(args: argparse.Namespace, elastic: Elastic) -> list[float]:
 
 def _job(args: argparse.Namespace, prepared: _Prepared, group: Workers, folder: Path) -> _Job:
     """Read the text and the weights, and say what learning will cost."""
-    from llmaas_plugins.machine import available_bytes
     from llmaas_plugins.training.costs import memory_bytes, weights_bytes
+    from llmaas_plugins.training.device import device_name, free_bytes, learning_device
     from llmaas_plugins.training.recovery import Recipe, split
     from llmaas_plugins.training.student import Teacher
 
@@ -240,10 +241,12 @@ def _job(args: argparse.Namespace, prepared: _Prepared, group: Workers, folder: 
     recipe = Recipe(n_tokens, args.rank, args.loss, n_rows)
     windows = learning_windows(args, _n_text(n_tokens), folder) if group.is_first else None
     texts = split(group.shared(windows))
-    is_kept = not args.by_layers and 2 * weights_bytes(args.model) <= available_bytes()
+    device = learning_device()
+    is_kept = not args.by_layers and 2 * weights_bytes(args.model) <= free_bytes(device)
     teacher = Teacher(args.model, is_kept=is_kept)
     job = _Job(args, prepared, teacher, texts, recipe, group, folder)
     memory = memory_bytes(args.model, teacher, recipe, texts.training.shape[1])
+    _say(job, f"device: {device_name(device)}")
     _say(job, f"memory: about {size_text(memory)}{'' if is_kept else ', one layer at a time'}")
     _say_time(job)
     return job

@@ -58,8 +58,9 @@ def add_distill(actions: Any) -> None:
         "write a channel file whose sparse tokens lose less",
         "Train the matrices of the channel file so that sparse tokens predict what the whole model "
         "predicts, and write them to MODEL.channels. Prompts and the exact mode do not use that "
-        "file, so they stay as they are. Needs torch: pip install 'llmaas-plugins[train]'. Stop "
-        "it at any time: the same command goes on. `torchrun --nproc-per-node N -m "
+        "file, so they stay as they are. Needs torch: pip install 'llmaas-plugins[train]'; it uses "
+        "a GPU that torch can use, unless CUDA_VISIBLE_DEVICES is empty. Stop it at any time: the "
+        "same command goes on. `torchrun --nproc-per-node N -m "
         "llmaas_plugins.cli.main flash distill …` shares the work among processes or machines.",
     )
     add = parser.add_argument
@@ -227,14 +228,15 @@ def _checked_memory(
         ConfigError: More is needed than is available.
     """
     from llmaas_plugins.elastic.torch_model import Decoder
-    from llmaas_plugins.machine import available_bytes
     from llmaas_plugins.training.costs import weights_bytes
+    from llmaas_plugins.training.device import device_name, free_bytes, learning_device
     from llmaas_plugins.training.distillation_costs import distillation_bytes
 
     decoder, whole = Decoder(args.model), weights_bytes(args.model)
     names = [name for operand in operands for name in operand.weights]
     n_own = sum(tensors[name].shape[0] * tensors[name].shape[1] for name in names)
-    available = available_bytes()
+    device = learning_device()
+    available = free_bytes(device)
     needed = {
         is_kept: distillation_bytes(
             whole, decoder.blocks, n_own, decoder.n_vocab, recipe, _WINDOW, is_kept=is_kept
@@ -245,11 +247,13 @@ def _checked_memory(
     if needed[is_kept] > available:
         raise ConfigError(
             f"distillation of {args.model} needs about {size_text(needed[False])} of memory, but "
-            f"{size_text(available)} are available. Run it on a machine with more memory, and copy "
-            "the channel file."
+            f"{device_name(device)} has {size_text(available)} available. Run it on a machine with "
+            "more memory, and copy the channel file; if this machine's own memory is larger than "
+            "its GPU's, set CUDA_VISIBLE_DEVICES= to use no GPU."
         )
     if group.is_first and not args.json:
         how = "" if is_kept else ", one layer of the whole model at a time"
+        print(f"device: {device_name(device)}", flush=True)
         print(f"memory: about {size_text(needed[is_kept])}{how}", flush=True)
     return is_kept
 
