@@ -67,6 +67,7 @@ ARMS: Mapping[str, Arm] = {
     "fixed 80 %": Arm({"sparsity": 0.8}),
     "next token": Arm({"loss": "next-token"}),
     "not straight through": Arm({"is_straight": False}),
+    "own shares, not straight through": Arm({"is_straight": False}, "by loss"),
     "prompts sparse, too": Arm({"n_prompt": 0}),
 }
 """Arms by name; ``own shares, drawn`` is the default. All are judged with dense prompts."""
