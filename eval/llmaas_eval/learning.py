@@ -21,7 +21,9 @@ from llmaas_eval.results import about
 __all__ = ["has_torch", "record", "texts"]
 
 _N_TOKENS, _CHARACTERS = 512, 6
-_KINDS = ("the training text's kind", "novels", "news", "service dialogs")
+_KINDS = (
+    "the training text's kind", "novels", "news", "service dialogs", "instructions with answers",
+)  # fmt: skip
 
 
 def has_torch() -> bool:
