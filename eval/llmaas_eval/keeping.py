@@ -20,6 +20,8 @@ REPORTS = (
     "llmaas_eval.knn.report",
     "llmaas_eval.sparse.report",
     "llmaas_eval.elastic.report",
+    "llmaas_eval.distillation.report",
+    "llmaas_eval.recovery.report",
     "llmaas_eval.benchmarks.kv_chunks",
     "llmaas_eval.benchmarks.engine",
     "llmaas_eval.benchmarks.elastic",

@@ -13,7 +13,7 @@ from torch import nn
 from llmaas_plugins.elastic.torch_model import Decoder
 from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.training.closed_form import N_WINDOWS
-from llmaas_plugins.training.device import learning_device, used_bytes, wait
+from llmaas_plugins.training.device import used_bytes, wait
 from llmaas_plugins.training.objectives import MOST_LOGITS, Objective
 from llmaas_plugins.training.recovery import Recipe, Texts
 from llmaas_plugins.training.student import Level
@@ -46,7 +46,7 @@ def step_seconds(
         windows: Windows of the step.
         n_prompt: First tokens of each window that the objective leaves out.
     """
-    device = learning_device()
+    device = next(module.parameters()).device
     is_short = device.type == "cpu"
     _step(module, objective, windows[:1, : n_prompt + _WARM_TOKENS + 1] if is_short else windows)
     wait(device)

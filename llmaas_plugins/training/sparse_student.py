@@ -1,7 +1,7 @@
 """A model whose answers use only the largest values of each activation, as the sparse mode does.
 
 The student has matrices of its own for answers. Prompts are computed by the whole model, with all
-values. Masks and rounding to the channel file's numbers are straight through for gradients
+values. Rounding to the channel file's numbers is straight through for gradients, and masks can be
 (ActiveFlow §5, Eqs 11 and 12).
 """
 

@@ -258,7 +258,7 @@ def test_a_run_depends_on_everything_that_it_is_made_of(windows, operands):
         of("a", windows, others, RECIPE),
         *(
             of("a", windows, shares, replace(RECIPE, **one))
-            for one in ({"sparsity": 0.5}, {"n_prompt": 0}, {"is_straight": False}, {"seed": 1})
+            for one in ({"sparsity": 0.5}, {"n_prompt": 0}, {"is_straight": True}, {"seed": 1})
         ),
     }
     assert len(found) == 9

@@ -11,7 +11,7 @@ from flash_models import tensors_of
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.distillation.cli import main
-from llmaas_eval.distillation.report import closure, report
+from llmaas_eval.distillation.report import TABLES, closure, report
 from llmaas_eval.families import write_family
 
 torch = pytest.importorskip("torch", reason="make test-train installs it")
@@ -51,7 +51,11 @@ def test_every_arm_has_rows_that_are_measured_once(material, monkeypatch):
     document = {"rows": rows, "n_tokens": 128}
     table = report(document)
     assert "| fixed 80 % |" in table
-    assert "| trained | 40 % | 50 % | 60 % | 70 % | 80 % |" in table
+    assert "| trained | tokens | 40 % | 50 % | 60 % | 70 % | 80 % |" in table
+    kept = {name: make([document, document]) for name, make in TABLES.items()}
+    n_lines = len(study.ARMS) + 1  # with the whole model's; what two outputs repeat counts once
+    assert [len(kept[name].rows) for name in TABLES] == [n_lines] * len(TABLES)
+    assert {row[0] for row in kept["sparse-distillation-kinds"].rows} == {"other"}
 
 
 def test_a_run_that_was_stopped_goes_on(material, monkeypatch):

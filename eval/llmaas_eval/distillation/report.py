@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from llmaas_eval.stats import Interval, ratio_of_means
-from llmaas_eval.tables import Output, Table, between, number
+from llmaas_eval.tables import Maker, NoRowsError, Output, Table, between, number
 
-__all__ = ["closure", "report"]
+__all__ = ["TABLES", "closure", "report"]
 
 _NONE = "none"
 """Name of the arm without training."""
@@ -23,8 +23,8 @@ def report(document: Output) -> str:
     kinds = dict.fromkeys(row["kind"] for row in rows)
     parts = [f"{kind}:\n\n{_matrix(rows, kind).as_markdown()}" for kind in kinds]
     about = (
-        f"{document['n_tokens']:,} tokens an arm. Cells: perplexity, and the share of the "
-        "log-perplexity gap to the dense model that was won back."
+        "Cells: perplexity, and the share of the log-perplexity gap to the dense model that was "
+        "won back."
     )
     return "\n\n".join([*parts, about])
 
@@ -42,18 +42,56 @@ def closure(row: Mapping[str, Any], base: Mapping[str, Any]) -> Interval:
 
 def _matrix(rows: Sequence[Mapping[str, Any]], kind: str) -> Table:
     """Return a line for each arm, with a column for each sparsity in use."""
-    found = {(row["arm"], row["sparsity"]): row for row in rows if row["kind"] == kind}
-    used = sorted({sparsity for _, sparsity in found})
-    lines = []
-    for arm in dict.fromkeys(arm for arm, _ in found):
-        cells = [arm]
+    mine = [row for row in rows if row["kind"] == kind]
+    found = {(row["arm"], row["n_tokens"], row["sparsity"]): row for row in mine}
+    used = sorted({row["sparsity"] for row in mine})
+    lines = [["whole model", "", *[number(math.exp(np.mean(mine[0]["whole"])))] * len(used)]]
+    for arm, n_tokens in dict.fromkeys((row["arm"], row["n_tokens"]) for row in mine):
+        cells = [arm, f"{n_tokens:,}"]
         for sparsity in used:
-            row, base = found[arm, sparsity], found.get((_NONE, sparsity))
+            row, base = found[arm, n_tokens, sparsity], found.get((_NONE, 0, sparsity))
             cell = number(math.exp(np.mean(row["loss"])))
             if base is not None and arm != _NONE:
                 share = closure(row, base)
                 cell += f" ({between([100 * each for each in share], 0, ' %')})"
             cells.append(cell)
         lines.append(cells)
-    heads = ["trained", *(f"{sparsity:.0%}".replace("%", " %") for sparsity in used)]
-    return Table(heads, lines, "l" + "r" * len(used))
+    heads = ["trained", "tokens", *(f"{sparsity:.0%}".replace("%", " %") for sparsity in used)]
+    return Table(heads, lines, "lr" + "r" * len(used))
+
+
+def _own_kind(outputs: Sequence[Output]) -> Table:
+    """Show all arms on the first kind of text."""
+    rows = _rows(outputs)
+    return _matrix(rows, rows[0]["kind"])
+
+
+def _other_kinds(outputs: Sequence[Output]) -> Table:
+    """Show all arms on the other kinds of text."""
+    rows = _rows(outputs)
+    lines, table = list[Sequence[str]](), None
+    for kind in list(dict.fromkeys(row["kind"] for row in rows))[1:]:
+        table = _matrix(rows, kind)
+        lines += [[kind, *line] for line in table.rows]
+    if table is None:
+        raise NoRowsError("no rows of a second kind of text")
+    return Table(["text", *table.columns], lines, f"l{table.align}")
+
+
+def _rows(outputs: Sequence[Output]) -> list[Mapping[str, Any]]:
+    """Return the rows of all outputs.
+
+    Raises:
+        NoRowsError: There are none.
+    """
+    rows = [row for output in outputs for row in output["rows"]]
+    if not rows:
+        raise NoRowsError("no rows of distillation")
+    return rows
+
+
+TABLES: Mapping[str, Maker] = {
+    "sparse-distillation": _own_kind,
+    "sparse-distillation-kinds": _other_kinds,
+    "sparse-distillation-q4_0": _own_kind,
+}

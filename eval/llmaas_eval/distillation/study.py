@@ -53,24 +53,30 @@ class Arm(NamedTuple):
     is_weighted: bool = False
 
 
+_STRAIGHT = {"is_straight": True}
+"""Gradients as in ActiveFlow."""
+
 ARMS: Mapping[str, Arm] = {
     "none": Arm(None),
     "own shares": Arm(None, "by loss"),
     "TEAL's shares": Arm(None, "by block"),
     "column norms": Arm(None, is_weighted=True),
     "own shares, column norms": Arm(None, "by loss", is_weighted=True),
-    "own shares, drawn": Arm({}, "by loss"),
-    "drawn": Arm({}),
-    "fixed 50 %": Arm({"sparsity": 0.5}),
-    "fixed 60 %": Arm({"sparsity": 0.6}),
-    "fixed 70 %": Arm({"sparsity": 0.7}),
-    "fixed 80 %": Arm({"sparsity": 0.8}),
-    "next token": Arm({"loss": "next-token"}),
-    "not straight through": Arm({"is_straight": False}),
-    "own shares, not straight through": Arm({"is_straight": False}, "by loss"),
-    "prompts sparse, too": Arm({"n_prompt": 0}),
+    "own shares, drawn": Arm(_STRAIGHT, "by loss"),
+    "drawn": Arm(_STRAIGHT),
+    "fixed 50 %": Arm({**_STRAIGHT, "sparsity": 0.5}),
+    "fixed 60 %": Arm({**_STRAIGHT, "sparsity": 0.6}),
+    "fixed 70 %": Arm({**_STRAIGHT, "sparsity": 0.7}),
+    "fixed 80 %": Arm({**_STRAIGHT, "sparsity": 0.8}),
+    "next token": Arm({**_STRAIGHT, "loss": "next-token"}),
+    "not straight through": Arm({}),
+    "own shares, not straight through": Arm({}, "by loss"),
+    "prompts sparse, too": Arm({**_STRAIGHT, "n_prompt": 0}),
 }
-"""Arms by name; ``own shares, drawn`` is the default. All are judged with dense prompts."""
+"""Arms by name; ``own shares, not straight through`` is the default of ``llmaas flash distill``.
+The others draw the sparsity and pass gradients straight through, unless their names say something
+else. All are judged with dense prompts.
+"""
 _N_SHARE_WINDOWS = 4
 
 
