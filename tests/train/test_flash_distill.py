@@ -197,12 +197,12 @@ def test_matrices_that_are_no_better_are_not_written(model, monkeypatch, capfd):
 
 
 def test_too_little_memory_is_said_first(model, monkeypatch, capfd):
-    from llmaas_plugins import machine
+    from llmaas_plugins.training import device
 
-    monkeypatch.setattr(machine, "available_bytes", lambda: 0)
+    monkeypatch.setattr(device, "available_bytes", lambda: 0)
     assert main(["flash", "distill", str(model)]) == 2
     said = capfd.readouterr().err
-    assert "of memory, but 0 KiB are available" in said  # its own memory counts once
+    assert "of memory, but 0 KiB are available on " in said  # its own memory counts once
     assert "Run it on a machine with more memory" in said
     assert not model.with_name("model.channels.distill").exists()
 

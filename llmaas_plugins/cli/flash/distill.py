@@ -247,9 +247,9 @@ def _checked_memory(
     if needed[is_kept] > available:
         raise ConfigError(
             f"distillation of {args.model} needs about {size_text(needed[False])} of memory, but "
-            f"{device_name(device)} has {size_text(available)} available. Run it on a machine with "
-            "more memory, and copy the channel file; if this machine's own memory is larger than "
-            "its GPU's, set CUDA_VISIBLE_DEVICES= to use no GPU."
+            f"{size_text(available)} are available on {device_name(device)}. Run it on a machine "
+            "with more memory, and copy the channel file. CUDA_VISIBLE_DEVICES= turns a GPU off "
+            "whose machine has more."
         )
     if group.is_first and not args.json:
         how = "" if is_kept else ", one layer of the whole model at a time"
