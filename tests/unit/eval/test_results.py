@@ -77,3 +77,8 @@ def test_an_installed_script_is_recorded_without_its_folder(monkeypatch):
     arguments = ["/usr/bin/python3", "/home/me/.venv/bin/llmaas", "demo", "--json", "a b.json"]
     monkeypatch.setattr(results.sys, "orig_argv", arguments)
     assert results.about()["command"] == "llmaas demo --json 'a b.json'"
+
+
+def test_a_machine_without_git_has_no_commit(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert results.about()["commit"] is None
