@@ -21,7 +21,7 @@ from typing import Any
 from llmaas_hooks import forks
 from llmaas_plugins._native.signals import keep_action, put_action_back
 
-__all__ = ["signals_wait"]
+__all__ = ["is_uninterrupted", "signals_wait"]
 
 _NUMBERS: tuple[int, ...] = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
@@ -111,11 +111,15 @@ def _handle(number: int) -> None:
         signal.raise_signal(number)
 
 
+def is_uninterrupted() -> bool:
+    """Return whether no handler in Python can run here now: in other threads, or in a block."""
+    return threading.current_thread() is not threading.main_thread() or bool(_delay.handlers)
+
+
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
     """Delay Ctrl-C and all other signals with a handler in Python until the block ends."""
-    # Python runs signal handlers only in the main thread.
-    if threading.current_thread() is not threading.main_thread() or _delay.handlers:
+    if is_uninterrupted():
         yield
         return
     try:

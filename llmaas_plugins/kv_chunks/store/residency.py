@@ -15,7 +15,7 @@ from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.index import ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.store.ram_tier import RamTier
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree
-from llmaas_plugins.signals import signals_wait
+from llmaas_plugins.signals import is_uninterrupted, signals_wait
 
 __all__ = ["ChunkResidency"]
 
@@ -49,9 +49,12 @@ class ChunkResidency:
         self._lent: dict[Hashable, int] = {}
         self._pins: dict[int, list[Chunk]] = {}  # by thread
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> contextlib.AbstractContextManager[object]:
         """Hold the lock and delay signals, because an exception would leave half a change."""
+        return self.lock if is_uninterrupted() else self._changing()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
         with signals_wait(), self.lock:
             yield
 
