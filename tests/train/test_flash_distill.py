@@ -175,7 +175,7 @@ def test_ctrl_c_keeps_what_was_learned_and_the_file(model, monkeypatch, capfd):
     assert main(command) == 130
     printed, said = capfd.readouterr()
     assert said == f"llmaas: stopped; progress is kept in {folder}; the same command goes on\n"
-    assert printed.startswith("memory: about")
+    assert printed.startswith("device: ")
     assert "time: about" in printed
     assert channel_path(model).read_bytes() == before
     assert main(command) == 0

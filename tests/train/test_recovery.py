@@ -269,7 +269,7 @@ def test_ctrl_c_keeps_what_was_learned(model, monkeypatch, capfd):
     assert main([*command, "--text", str(text)]) == 130
     printed, said = capfd.readouterr()
     assert said == f"llmaas: stopped; progress is kept in {folder}; the same command goes on\n"
-    assert printed.startswith("memory: about")
+    assert printed.startswith("device: ")
     assert not read_elastic(model).adapters
     again = bars[0]
     assert main([*command, "--text", str(text)]) == 0
