@@ -38,7 +38,6 @@ __all__ = ["main"]
 
 Costs = dict[str, float]
 
-_COST_NAMES = {"speedup": "time over vanilla"}
 _ADDED = "added_us"
 
 
@@ -108,7 +107,7 @@ def _bench(build: Path, bench: str) -> Costs:
 def _costs(figures: dict[str, Any]) -> Costs:
     """Return speed-ups over vanilla as time ratios, and added microseconds unchanged."""
     costs = {
-        _COST_NAMES.get(name, name.replace("_speed", " time over")): 1 / value
+        name.removesuffix("speedup").replace("_speed", " ") + "time over vanilla": 1 / value
         for name, value in figures.items()
         if name == "speedup" or name.endswith("_speed")
     }

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from llmaas_hooks.types import Levels
 
 __all__ = [
+    "MOST_NAME_BYTES",
     "RequestScope",
     "at_levels",
     "current",
@@ -26,7 +27,8 @@ __all__ = [
 _Yield = TypeVar("_Yield")
 _Send = TypeVar("_Send")
 _Return = TypeVar("_Return")
-_MOST_NAME_BYTES = 1 << 16
+MOST_NAME_BYTES = 1 << 16
+"""Most bytes, in UTF-8, of the name of a context or of an app."""
 
 
 class RequestScope(NamedTuple):
@@ -96,9 +98,9 @@ def _check_name(kind: str, name: str) -> None:
         raise ValueError(
             f"{kind} name {name[:40]!a}: expected text in Unicode; {error.reason}"
         ) from None
-    if n_bytes > _MOST_NAME_BYTES:
+    if n_bytes > MOST_NAME_BYTES:
         raise ValueError(
-            f"{kind} name {name[:40]!r}…: expected at most {_MOST_NAME_BYTES} bytes in UTF-8, "
+            f"{kind} name {name[:40]!r}…: expected at most {MOST_NAME_BYTES} bytes in UTF-8, "
             f"found {n_bytes}"
         )
 

@@ -66,7 +66,8 @@ class CellTracker:
         parked: Sequences that hold a plugin's cells between calls.
         must_free_parked: Whether ``parked`` must be freed as soon as no call uses the context.
         n_calls: Number of running calls that read or change cells, nested ones too. Several threads
-            count here: one app's, and the background thread.
+            count here: one app's, and the background thread. Python changes threads only at calls
+            and loops, so ``+= 1`` loses no count.
         is_lent: Whether the current calls are a plugin's.
         n_explained: Number of leading recorded tokens whose cells ``Llama`` evaluated or a plugin
             restored.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from llmaas_hooks.request_scope import MOST_NAME_BYTES
 from llmaas_plugins.files.sqlite_erasing import Eraser, connect
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkId
 from llmaas_plugins.kv_chunks.store.store_files import FILES
@@ -43,7 +44,6 @@ OR length(tokens) NOT BETWEEN {TOKEN_BYTES} AND {CHUNK_TOKENS * TOKEN_BYTES}
 """
 _ERASING = 0x6C6C6D65
 """SQLite application id that marks an unfinished deletion: files may hold deleted contexts."""
-_MAX_NAME_BYTES = 1 << 16
 _MAX_LAYOUT_BYTES = 1 << 20
 
 
@@ -227,7 +227,7 @@ class ChunkIndex:
         rows = self._db.execute(
             "SELECT CAST(id AS BLOB), CAST(head AS BLOB) FROM contexts "
             "WHERE length(CAST(id AS BLOB)) <= ? AND length(CAST(head AS BLOB)) = ?",
-            (_MAX_NAME_BYTES, KEY_BYTES),
+            (MOST_NAME_BYTES, KEY_BYTES),
         )
         return {name.decode(errors="replace"): head for name, head in rows}
 

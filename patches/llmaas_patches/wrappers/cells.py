@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from llama_cpp import Llama, LlamaState
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 Function = Callable[..., Any]
+_NO_BLOCK = nullcontext()
 Change = Callable[..., int | None]
 """Function from a call's arguments to the first position of sequence 0 that the call changes, or
 None."""
@@ -85,7 +87,7 @@ def _noted(
         tracker = trackers.get(address(handle))
         if tracker is None:
             return original(handle, *args)
-        tracker.n_calls += 1  # `host.call` takes longer
+        tracker.n_calls += 1  # as `host.call`, which takes longer
         try:
             if pending:
                 settle(address(handle))
@@ -119,11 +121,8 @@ def wrap_eval(host: Host, original: Function) -> Function:
         start, ctx, n_tokens = self.n_tokens, address(self.ctx), len(tokens)
         tracker.is_evaluating = True
         try:
-            if host.native is None or n_tokens == 1:
+            with _NO_BLOCK if host.native is None else host.native.batch_of(ctx, n_tokens):
                 original(self, tokens)
-            else:
-                with host.native.batch_of(ctx, n_tokens):
-                    original(self, tokens)
         except BaseException:
             self._requires_eval = True  # the logits may be of an unrecorded batch
             raise
