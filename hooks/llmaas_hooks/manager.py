@@ -147,6 +147,10 @@ class HookManager:
         """Fire ``llmaas_app_batch``."""
         self._call("llmaas_app_batch", ctx=ctx, scope=scope)
 
+    def prefill(self, step: DecodeStep) -> None:
+        """Fire ``llmaas_prefill``."""
+        self._call("llmaas_prefill", step=step)
+
     def decode(self, step: DecodeStep) -> None:
         """Fire ``llmaas_decode``."""
         self._call("llmaas_decode", step=step)

@@ -45,6 +45,7 @@ __all__ = [
     "llmaas_logits",
     "llmaas_model_load",
     "llmaas_native_context",
+    "llmaas_prefill",
     "llmaas_request_begin",
     "llmaas_request_end",
     "llmaas_shutdown",
@@ -125,8 +126,19 @@ def llmaas_app_batch(ctx: int, scope: RequestScope) -> None:
 
 
 @hookspec
+def llmaas_prefill(step: DecodeStep) -> None:
+    """Observe a batch of several tokens that was evaluated.
+
+    When: after ``llama_decode`` returned 0, before ``llmaas_decode``. Decoding single tokens does
+        not call it, and costs nothing.
+    Thread: the app's. Cost: once a batch of several tokens; at most microseconds.
+    Errors: as those of ``llmaas_decode``.
+    """
+
+
+@hookspec
 def llmaas_decode(step: DecodeStep) -> None:
-    """Observe a batch that was evaluated.
+    """Observe a batch that was evaluated, even of one token.
 
     When: after ``llama_decode`` returned 0. Evaluation that C code starts itself is not reported.
     Thread: the app's. Cost: once a batch; at most microseconds.

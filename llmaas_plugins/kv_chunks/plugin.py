@@ -193,13 +193,12 @@ class KVChunks:
         return self._open().evict_context(context_id)
 
     @hookimpl
-    def llmaas_decode(self, step: DecodeStep) -> None:
+    def llmaas_prefill(self, step: DecodeStep) -> None:
         """Measure what recomputing tokens costs."""
-        if step.n_tokens > 1:  # single tokens are decoding
-            self._counters.evaluated(step.n_tokens, step.seconds)
-            transfer = self._transfers_by_ctx.get(step.ctx)
-            if transfer is not None:
-                transfer.evaluated(step.n_tokens, step.seconds)
+        self._counters.evaluated(step.n_tokens, step.seconds)
+        transfer = self._transfers_by_ctx.get(step.ctx)
+        if transfer is not None:
+            transfer.evaluated(step.n_tokens, step.seconds)
 
     @hookimpl
     def llmaas_request_end(self, stats: RequestStats) -> None:

@@ -205,13 +205,36 @@ def test_hook_llmaas_decode(make_llama, patched):
     assert all(step.seconds > 0 for step in steps)
 
 
-def test_hook_llmaas_decode_only_after_success(make_llama, patched):
+def test_hook_llmaas_prefill(make_llama, patched):
     steps = []
-    patched(p=plugin_with(llmaas_decode=lambda self, step: steps.append(step)))
+    patched(p=plugin_with(llmaas_prefill=lambda self, step: steps.append(step)))
+    llama = make_llama()
+    greedy(llama, 4)
+    assert [step.n_tokens for step in steps] == [len(PROMPT)]
+    assert steps[0].ctx == llama.ctx
+    assert steps[0].seconds > 0
+
+
+def test_hook_llmaas_prefill_comes_before_llmaas_decode(make_llama, patched):
+    called = []
+    hooks = {
+        "llmaas_decode": lambda self: called.append("decode"),
+        "llmaas_prefill": lambda self: called.append("prefill"),
+    }
+    patched(p=plugin_with(**hooks))
+    greedy(make_llama(), 2)
+    assert called == ["prefill", "decode", "decode"]
+
+
+@pytest.mark.parametrize("hook", ["llmaas_decode", "llmaas_prefill"])
+def test_hook_llmaas_decode_only_after_success(make_llama, patched, hook):
+    steps = []
+    patched(p=plugin_with(**{hook: lambda self, step: steps.append(step)}))
     llama = make_llama(n_ctx=64)
-    tokens = (bindings.llama_token * 1)(-5)
-    batch = bindings.llama_batch_get_one(tokens, 1)
-    assert bindings.llama_decode(llama.ctx, batch) != 0
+    tokens = (bindings.llama_token * 2)(-5, -5)
+    for n_tokens in (1, 2):
+        batch = bindings.llama_batch_get_one(tokens, n_tokens)
+        assert bindings.llama_decode(llama.ctx, batch) != 0
     assert steps == []
 
 

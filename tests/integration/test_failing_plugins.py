@@ -31,6 +31,7 @@ ENGINE_HOOKS = [
     "llmaas_level",
     "llmaas_request_begin",
     "llmaas_kv_restore",
+    "llmaas_prefill",
     "llmaas_decode",
     "llmaas_logits",
     "llmaas_kv_save",

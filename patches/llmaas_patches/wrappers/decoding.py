@@ -56,10 +56,13 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
 
 def _timed(host: Host, original: Function) -> Function:
     """Return ``llama_decode`` that computes exactly what it must, and says how long it took."""
-    native, listens, tell = host.native, host.hooks.listens("llmaas_decode"), host.hooks.decode
+    native, hooks = host.native, host.hooks
+    times_single = hooks.listens("llmaas_decode")
+    times_several = times_single or hooks.listens("llmaas_prefill")
 
     def decode(ctx: Any, batch: Any, n_tokens: int) -> Any:
-        started = time.perf_counter() if listens else 0.0
+        is_timed = times_single if n_tokens == 1 else times_several
+        started = time.perf_counter() if is_timed else 0.0
         if native is None or n_tokens == 1:
             result = original(ctx, batch)
         else:
@@ -67,9 +70,11 @@ def _timed(host: Host, original: Function) -> Function:
                 result = original(ctx, batch)
         if result < 0:
             _say_why(host, ctx)
-        elif listens and result == 0:
-            seconds = time.perf_counter() - started
-            tell(DecodeStep(address(ctx), n_tokens, seconds))
+        elif is_timed and result == 0:
+            step = DecodeStep(address(ctx), n_tokens, time.perf_counter() - started)
+            if n_tokens > 1:
+                hooks.prefill(step)
+            hooks.decode(step)
         return result
 
     return decode
