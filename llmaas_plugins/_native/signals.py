@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+
+from . import _ffi
 from ._ffi import lib
 from .base import fail
 
 __all__ = ["exit_on_signal", "keep_action", "put_action_back"]
+
+
+_library = ctypes.PyDLL(_ffi.__file__)
+"""The same library, called with the GIL held: ``lib`` releases it, and would wait to get it back
+while other threads run.
+"""
 
 
 def exit_on_signal(number: int, status: int) -> None:
@@ -20,11 +29,11 @@ def exit_on_signal(number: int, status: int) -> None:
 
 def keep_action(number: int) -> None:
     """Keep the action of signal ``number``, with the flags that ``signal.signal`` resets."""
-    if code := lib.llmaas_signal_keep(number):
+    if code := _library.llmaas_signal_keep(number):
         raise fail(f"keeping the action of signal {number}", code)
 
 
 def put_action_back(number: int) -> None:
     """Set the action of signal ``number`` that was kept last."""
-    if code := lib.llmaas_signal_put_back(number):
+    if code := _library.llmaas_signal_put_back(number):
         raise fail(f"setting the action of signal {number}", code)

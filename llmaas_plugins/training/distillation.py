@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmaas_hooks import TensorInfo
+from llmaas_hooks import StoreError, TensorInfo
 from llmaas_plugins.flash_weights.calibration import Activity, Calibration
 from llmaas_plugins.flash_weights.channel_header import Distilled
-from llmaas_plugins.flash_weights.channels import Distillation
+from llmaas_plugins.flash_weights.channels import ChannelFile, Distillation
 from llmaas_plugins.flash_weights.container_file import Bytes
-from llmaas_plugins.flash_weights.grids import stored
+from llmaas_plugins.flash_weights.grids import matrices_in, stored
 from llmaas_plugins.flash_weights.operands import Operand
 from llmaas_plugins.flash_weights.shares import SPARSITIES, Shares
 from llmaas_plugins.training.batches import Batches, Lengths
@@ -40,6 +40,7 @@ __all__ = [
     "distillation_of",
     "is_better",
     "judge",
+    "read_channels",
     "run_identity",
 ]
 
@@ -160,6 +161,23 @@ def judge(
                 found[sparsity] += qualities(student.teacher, outputs, some, n_prompt)
                 progress(some.size)
     return found
+
+
+def read_channels(student: SparseStudent, file: ChannelFile) -> None:
+    """Let the student compute with the matrices and shares of a channel file, as stored there.
+
+    Raises:
+        StoreError: The file cannot be read, is damaged, or lacks a matrix of the student.
+    """
+    shares = {channels.operand: channels.shares for channels in file.operands.values()}
+    student.teacher.share_by(shares)
+    names = set()
+    for name, values in matrices_in(file):
+        student.load({name: values})
+        names.add(name)
+    if names != set(student.names):
+        raise StoreError(f"{file.path} has other matrices than the model.")
+    student.is_rounded = False
 
 
 def calibrate(

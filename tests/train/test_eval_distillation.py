@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType
 from llmaas_eval.distillation.cli import main
 from llmaas_eval.distillation.report import TABLES, closure, report
 from llmaas_eval.families import write_family
+from llmaas_eval.sparse.ours import with_channels
 
 torch = pytest.importorskip("torch", reason="make test-train installs it")
 distillation = pytest.importorskip("llmaas_plugins.training.distillation")
@@ -52,9 +53,10 @@ def test_every_arm_has_rows_that_are_measured_once(material, monkeypatch):
     table = report(document)
     assert "| fixed 80 % |" in table
     assert "| trained | tokens | 40 % | 50 % | 60 % | 70 % | 80 % |" in table
-    kept = {name: make([document, document]) for name, make in TABLES.items()}
+    names = [name for name in TABLES if name != "sparse-distilled-file"]
+    kept = {name: TABLES[name]([document, document]) for name in names}
     n_lines = len(study.ARMS) + 1  # with the whole model's; what two outputs repeat counts once
-    assert [len(kept[name].rows) for name in TABLES] == [n_lines] * len(TABLES)
+    assert [len(kept[name].rows) for name in names] == [n_lines] * len(names)
     assert {row[0] for row in kept["sparse-distillation-kinds"].rows} == {"other"}
 
 
@@ -98,3 +100,20 @@ def test_the_command_prints_json(reference_model, tmp_path, capsys):
     document = json.loads(capsys.readouterr().out)
     assert {row["arm"] for row in document["rows"]} == {"none", "drawn"}
     assert {row["kind"] for row in document["rows"]} == {"packaged chats"}
+
+
+def test_a_finished_file_is_judged_in_the_engine_too(reference_model, tmp_path, capsys):
+    model = with_channels(reference_model, tmp_path, WINDOWS[:4])
+    command = ["--model", str(model), "--quick", "--finished"]
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    rows = {row["sparsity"]: row for row in document["finished"]}
+    assert list(rows) == [*study.USED]
+    for row in rows.values():
+        assert row["distilled"] is None
+        assert np.mean(row["engine"]["top-k"]) == pytest.approx(np.mean(row["file"]), abs=0.03)
+        assert row["engine"]["threshold"] != row["engine"]["top-k"]
+    assert np.mean(rows[0.8]["file"]) > np.mean(rows[0.4]["file"]) > np.mean(rows[0.4]["whole"])
+    table = TABLES["sparse-distilled-file"]([document])
+    assert [row[1] for row in table.rows] == ["40 %", "50 %", "60 %", "70 %", "80 %"]
+    assert report(document) == table.as_markdown()

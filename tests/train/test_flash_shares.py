@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="make test-train installs it")
 @pytest.fixture
 def model(reference_model, tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "_N_TOKENS", 64)
-    monkeypatch.setattr(sharing, "N_SHARE_TOKENS", 256)
+    monkeypatch.setattr(sharing, "_N_TOKENS", 256)
     return shutil.copy(reference_model, tmp_path / "model.gguf")
 
 

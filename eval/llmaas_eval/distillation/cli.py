@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the study and print its tables or JSON; return the exit status."""
     if not has_torch():
         return 2
-    from llmaas_eval.distillation.study import Material, study
+    from llmaas_eval.distillation.finished import finished
+    from llmaas_eval.distillation.study import USED, Material, study
     from llmaas_plugins.training.distillation import N_PROMPT, SparseRecipe
 
     parser = _parser()
@@ -36,10 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     n_prompt = min(N_PROMPT, training.shape[1] // 4)
-    recipe = SparseRecipe(args.tokens, n_prompt=n_prompt)
-    tensors = model_tensors(args.model)
-    rows = study(Material(args.model, tensors, training, kinds, recipe, args.out), args.arms)
-    document = record() | {"n_tokens": args.tokens, "rows": rows}
+    if args.finished:
+        document = record() | {"finished": finished(args.model, kinds, USED, n_prompt)}
+    else:
+        recipe = SparseRecipe(args.tokens, n_prompt=n_prompt)
+        tensors = model_tensors(args.model)
+        rows = study(Material(args.model, tensors, training, kinds, recipe, args.out), args.arms)
+        document = record() | {"n_tokens": args.tokens, "rows": rows}
     sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
     return 0
 
@@ -55,7 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="a GGUF file")
     add("--data", type=Path, default=DATA, help="folder with the data sets; default %(default)s")
-    add("--out", type=Path, required=True, help="folder for results and unfinished runs")
+    add(
+        "--out",
+        type=Path,
+        default=Path("distillation"),
+        help="folder for results and unfinished runs",
+    )
+    add("--finished", action="store_true", help="judge the model's own channel file; train nothing")
     add("--arms", nargs="+", choices=ARMS, default=[*ARMS], help="default all")
     add("--tokens", type=int, default=1 << 20, help="tokens an arm; default %(default)s")
     add("--windows", type=int, default=64, help="test windows of 512 tokens; default %(default)s")

@@ -8,8 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from llmaas_eval.stats import Interval, ratio_of_means
-from llmaas_eval.tables import Maker, NoRowsError, Output, Table, between, number
+from llmaas_eval.stats import Interval, mean_interval, ratio_of_means
+from llmaas_eval.tables import (
+    Maker,
+    NoRowsError,
+    Output,
+    Table,
+    between,
+    number,
+    percent,
+    spread,
+)
 
 __all__ = ["TABLES", "closure", "report"]
 
@@ -18,7 +27,9 @@ _NONE = "none"
 
 
 def report(document: Output) -> str:
-    """Return the tables of each kind of text."""
+    """Return the tables of each kind of text, or the table of a finished channel file."""
+    if "finished" in document:
+        return _finished([document]).as_markdown()
     rows = document["rows"]
     kinds = dict.fromkeys(row["kind"] for row in rows)
     parts = [f"{kind}:\n\n{_matrix(rows, kind).as_markdown()}" for kind in kinds]
@@ -78,13 +89,46 @@ def _other_kinds(outputs: Sequence[Output]) -> Table:
     return Table(["text", *table.columns], lines, f"l{table.align}")
 
 
+def _finished(outputs: Sequence[Output]) -> Table:
+    """Show a finished channel file, with the change that the engine's own computation makes."""
+    rows = [row for output in outputs for row in output.get("finished", [])]
+    if not rows:
+        raise NoRowsError("no rows of a finished channel file")
+    ways = list(rows[0]["engine"])
+    heads = ["text", "sparsity", "whole model", "none", "channel file", "won back"]
+    lines = [
+        [
+            row["kind"],
+            percent(row["sparsity"]),
+            *(number(math.exp(np.mean(row[name]))) for name in ("whole", "none", "file")),
+            between(
+                [
+                    100 * each
+                    for each in closure(row | {"loss": row["file"]}, row | {"loss": row["none"]})
+                ],
+                0,
+                " %",
+            ),
+            *(_change(row["engine"][way], row["file"]) for way in ways),
+        ]
+        for row in rows
+    ]
+    return Table([*heads, *(f"engine, {way}" for way in ways)], lines, "lr" + "r" * (4 + len(ways)))
+
+
+def _change(found: Sequence[float], base: Sequence[float]) -> str:
+    """Return how much higher perplexity is than ``base``'s on the same windows, in percent."""
+    more = mean_interval(np.array(found) - np.array(base))
+    return spread([100 * math.expm1(each) for each in more], 2, " %")
+
+
 def _rows(outputs: Sequence[Output]) -> list[Mapping[str, Any]]:
     """Return the rows of all outputs.
 
     Raises:
         NoRowsError: There are none.
     """
-    rows = [row for output in outputs for row in output["rows"]]
+    rows = [row for output in outputs for row in output.get("rows", [])]
     if not rows:
         raise NoRowsError("no rows of distillation")
     return rows
@@ -94,4 +138,5 @@ TABLES: Mapping[str, Maker] = {
     "sparse-distillation": _own_kind,
     "sparse-distillation-kinds": _other_kinds,
     "sparse-distillation-q4_0": _own_kind,
+    "sparse-distilled-file": _finished,
 }

@@ -20,7 +20,7 @@ from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import channel_path, write_channels
 from llmaas_plugins.model.loading import loaded
 
-__all__ = ["add_channels", "engine_perplexity", "with_channels"]
+__all__ = ["add_channels", "engine_nats", "engine_perplexity", "with_channels"]
 
 
 def with_channels(model: Path, folder: Path, calibration: Tokens) -> Path:
@@ -54,7 +54,14 @@ def _calibrated(path: Path, windows: Tokens) -> Calibration:
 def engine_perplexity(
     model: Path, windows: Tokens, sparsity: float, selection: str, n_dense: int = 1
 ) -> float:
-    """Return perplexity over the tokens after each window's first ``n_dense``.
+    """Return perplexity over the tokens after each window's first ``n_dense``."""
+    return float(np.exp(engine_nats(model, windows, sparsity, selection, n_dense).mean()))
+
+
+def engine_nats(
+    model: Path, windows: Tokens, sparsity: float, selection: str, n_dense: int = 1
+) -> NDArray[np.float64]:
+    """Return -log p of the tokens after each window's first ``n_dense``, one row a window.
 
     These first tokens are one batch, so they are computed with all channels.
     """
@@ -62,8 +69,7 @@ def engine_perplexity(
     what = f"engine, {selection} {sparsity}"
     with _opened(model, table, windows.shape[1]) as (llama, flash):
         each = tqdm(windows, desc=what, unit="window", disable=None)
-        nats = np.array([_nats(llama, flash, window, n_dense)[n_dense:] for window in each])
-    return float(np.exp(nats.mean()))
+        return np.array([_nats(llama, flash, window, n_dense)[n_dense:] for window in each])
 
 
 @contextlib.contextmanager

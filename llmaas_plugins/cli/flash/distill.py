@@ -13,7 +13,14 @@ from llmaas_plugins.cli.files import check_room, check_target
 from llmaas_plugins.cli.flash.distill_report import lines_of, report_of
 from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.flash.plan import group_layers_of
-from llmaas_plugins.cli.flash.sharing import N_SHARE_TOKENS, shares_on
+from llmaas_plugins.cli.flash.sharing import (
+    kept_steps,
+    packaged_windows,
+    share_rows,
+    shares_of,
+    shares_on,
+    steps_of,
+)
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.learning_text import (
     add_text_option,
@@ -21,7 +28,7 @@ from llmaas_plugins.cli.learning_text import (
     own_text_path,
     remove_progress,
 )
-from llmaas_plugins.cli.models import add_model_action
+from llmaas_plugins.cli.models import add_model_action, evaluator_of
 from llmaas_plugins.cli.options import at_least, require_torch
 from llmaas_plugins.cli.output import duration_text, print_report, progress_bar, size_text
 from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
@@ -30,12 +37,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from llmaas_hooks import Tokens
     from llmaas_plugins.flash_weights.channels import ChannelFile
     from llmaas_plugins.flash_weights.operands import Operand
     from llmaas_plugins.flash_weights.shares import Shares
     from llmaas_plugins.training.distillation import SparseRecipe
     from llmaas_plugins.training.recovery import Texts
-    from llmaas_plugins.training.sparse_student import MaskedTeacher, SparseStudent
+    from llmaas_plugins.training.sparse_student import SparseStudent
     from llmaas_plugins.training.workers import Workers
 
 __all__ = ["add_distill"]
@@ -112,6 +120,7 @@ class _Job:
         args: Arguments of the command.
         tensors: Tensors of the model.
         shares: Share of each operand's values that the student leaves out.
+        kept_shares: File that keeps them.
         student: The student.
         texts: Text to learn from and to judge by.
         recipe: How to learn.
@@ -123,6 +132,7 @@ class _Job:
     args: argparse.Namespace
     tensors: Mapping[str, TensorInfo]
     shares: Shares
+    kept_shares: Path
     student: SparseStudent
     texts: Texts
     recipe: SparseRecipe
@@ -137,7 +147,7 @@ class _Job:
 
 def _run(job: _Job, path: Path) -> None:
     """Judge the student, train it, write the file if it is better, and print the report."""
-    from llmaas_plugins.training.distillation import is_better
+    from llmaas_plugins.training.distillation import is_better, read_channels
 
     before = _judged(job, "judging before")
     kept = _train(job)
@@ -145,7 +155,7 @@ def _run(job: _Job, path: Path) -> None:
         return
     made = job.folder / "distilled.channels"
     file = _write(job, made)
-    _load(job.student, file)
+    read_channels(job.student, file)
     after = _judged(job, "judging after")
     is_written = is_better(before, after)
     older = _judged_older(job, path) if is_written else None
@@ -155,7 +165,7 @@ def _run(job: _Job, path: Path) -> None:
         with as_store_error(f"cannot write {path}"):
             made.replace(path)
             sync_directory(path.parent)
-    remove_progress(job.folder, (kept, made), job.own_text)
+    remove_progress(job.folder, (kept, made, job.kept_shares), job.own_text)
     report = report_of(job.recipe, job.texts, before, after, path if is_written else None)
     print_report(job.args, report, lines_of(report))
 
@@ -186,33 +196,41 @@ def _job(
     n_prompt = min(N_PROMPT, texts.training.shape[1] // 4)
     recipe = SparseRecipe(n_tokens, args.sparsity, n_prompt, n_rows=recipe.n_rows)
     teacher = MaskedTeacher(args.model, is_kept=is_kept)
-    shares = _shares(teacher, texts.training, operands, tensors, group)
+    kept_shares = folder / f"shares-{n_text}.progress"
+    steps = None
+    if group.is_first:  # its shares serve all
+        steps = _share_steps(
+            args,
+            texts.training,
+            kept_shares,
+            len(operands),
+            lambda rows: steps_of(shares_on(teacher, rows, operands, tensors)),
+        )
+    shares = dict(zip(operands, shares_of(group.shared(steps)), strict=True))
     teacher.share_by(shares)
     student = SparseStudent(teacher, grids_in(args.model, operands, tensors))
     own_text = None if args.text else own_text_path(folder, n_text)
-    job = _Job(args, tensors, shares, student, texts, recipe, group, folder, own_text)
+    job = _Job(args, tensors, shares, kept_shares, student, texts, recipe, group, folder, own_text)
     _say_time(job)
     return job
 
 
-def _shares(
-    teacher: MaskedTeacher,
+def _share_steps(
+    args: argparse.Namespace,
     windows: NDArray[np.int32],
-    operands: list[Operand],
-    tensors: Mapping[str, TensorInfo],
-    group: Workers,
-) -> Shares:
-    """Measure the operands' shares on some of the text; the first worker's serve all."""
-    import numpy as np
+    path: Path,
+    n_operands: int,
+    measure: Callable[[list[Tokens]], NDArray[np.int32]],
+) -> NDArray[np.int32]:
+    """Measure each operand's share on some of the text.
 
-    from llmaas_plugins.flash_weights.shares import GRID
-
-    steps = None
-    if group.is_first:
-        found = shares_on(teacher, list(windows[: N_SHARE_TOKENS // _WINDOW]), operands, tensors)
-        steps = np.stack([np.rint(found[one] / GRID[1]) for one in operands])
-    shared = group.shared(None if steps is None else steps.astype(np.int32))
-    return dict(zip(operands, GRID[shared].astype(np.float32), strict=True))
+    They are kept in ``path``: on another device, a run could measure others and begin anew.
+    """
+    rows = share_rows(windows, is_own=not args.text)
+    if not args.text:
+        with evaluator_of(args.model) as (model, evaluator):
+            rows += packaged_windows(model, evaluator)
+    return kept_steps(path, args.model, rows, n_operands, measure)
 
 
 def _checked_memory(
@@ -292,12 +310,13 @@ def _judged(job: _Job, what: str) -> Any:
 def _judged_older(job: _Job, path: Path) -> Any:
     """Return the quality of an older distilled file; None if there is none that can be used."""
     from llmaas_plugins.flash_weights.channels import open_channels
+    from llmaas_plugins.training.distillation import read_channels
 
     try:
         file = open_channels(path, job.args.model, job.tensors)
         if file.distilled is None:
             return None
-        _load(job.student, file)
+        read_channels(job.student, file)
     except (ConfigError, StoreError):
         return None
     return _judged(job, "judging the older file")
@@ -342,21 +361,6 @@ def _write(job: _Job, path: Path) -> ChannelFile:
         for n_done in writing:
             bar.update(n_done)
     return open_channels(path, model, tensors)
-
-
-def _load(student: SparseStudent, file: ChannelFile) -> None:
-    """Judge by the matrices and shares of the file from now on."""
-    from llmaas_plugins.flash_weights.grids import matrices_in
-
-    shares = {channels.operand: channels.shares for channels in file.operands.values()}
-    student.teacher.share_by(shares)
-    names = set()
-    for name, values in matrices_in(file):
-        student.load({name: values})
-        names.add(name)
-    if names != set(student.names):
-        raise StoreError(f"{file.path} has other matrices than were written.")
-    student.is_rounded = False
 
 
 def _sparsity(text: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,26 @@ from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.cli.own_text import SEED
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from llmaas_hooks import Tokens
     from llmaas_plugins.flash_weights.operands import Operand
-    from llmaas_plugins.flash_weights.shares import Shares
+    from llmaas_plugins.flash_weights.shares import Share, Shares
     from llmaas_plugins.model.forward import Evaluator
     from llmaas_plugins.training.student import Teacher
 
-__all__ = ["N_SHARE_TOKENS", "measured_shares", "shares_on"]
+__all__ = [
+    "kept_steps",
+    "measured_shares",
+    "packaged_windows",
+    "share_rows",
+    "shares_of",
+    "shares_on",
+    "steps_of",
+]
 
-N_SHARE_TOKENS = 2048
+_N_TOKENS = 2048
 """Tokens with which shares are measured, about."""
 _WINDOW = 512
 
@@ -52,6 +63,26 @@ def measured_shares(
     return shares_on(teacher, windows, operands, tensors)
 
 
+def share_rows(windows: NDArray[np.int32], *, is_own: bool) -> list[Tokens]:
+    """Return those of some equally long windows with which shares are measured.
+
+    Args:
+        windows: Text to learn from.
+        is_own: Whether the model wrote it, so that packaged text is the other half.
+    """
+    return list(windows[: (_N_TOKENS // 2 if is_own else _N_TOKENS) // _WINDOW])
+
+
+def packaged_windows(model: Any, evaluator: Evaluator) -> list[Tokens]:
+    """Return windows of the packaged texts of several kinds, the half of ``_N_TOKENS``."""
+    from llmaas_plugins.elastic.calibration import packaged_texts
+
+    texts = list(packaged_texts().values())
+    n = _N_TOKENS // 2 // len(texts)
+    found = [_tokens(model, each.encode())[:n] for each in texts]
+    return [window for each in found for window in evaluator.cut(each, _WINDOW)]
+
+
 def shares_on(
     teacher: Teacher,
     windows: Sequence[Tokens],
@@ -69,7 +100,62 @@ def shares_on(
     return cheapest_shares(growth, weight_counts(operands, tensors))
 
 
+def steps_of(shares: Shares) -> NDArray[np.int32]:
+    """Return shares as numbers of ``GRID``'s steps, one row an operand."""
+    import numpy as np
+
+    from llmaas_plugins.flash_weights.shares import GRID
+
+    return np.stack([np.rint(share / GRID[1]) for share in shares.values()]).astype(np.int32)
+
+
+def shares_of(steps: NDArray[np.int32]) -> list[Share]:
+    """Return the shares of ``steps_of``."""
+    import numpy as np
+
+    from llmaas_plugins.flash_weights.shares import GRID
+
+    return [*GRID[steps].astype(np.float32)]
+
+
+def kept_steps(
+    path: Path,
+    model: Path,
+    rows: list[Tokens],
+    n_operands: int,
+    measure: Callable[[list[Tokens]], NDArray[np.int32]],
+) -> NDArray[np.int32]:
+    """Return the steps that a file keeps for this model and text; else measure and keep them.
+
+    Raises:
+        StoreError: The file cannot be written.
+    """
+    from llmaas_plugins.elastic.checkpoint import Checkpoint, fingerprint_of
+    from llmaas_plugins.flash_weights.model_weights import digest_of
+
+    identity = {"model": digest_of(model), "text": [row.tolist() for row in rows]}
+    kept = Checkpoint(path, fingerprint_of(identity))
+    found = kept.get("steps")
+    if found is None or not _may_be_steps(found, n_operands):
+        found = measure(rows)
+        kept.keep({"steps": found})
+        kept.save()
+    return found
+
+
 # -- internals -----------------------------------------------------------------------------------
+
+
+def _may_be_steps(steps: NDArray[Any], n_operands: int) -> bool:
+    """Return whether an array from a file may be what ``steps_of`` returns."""
+    import numpy as np
+
+    from llmaas_plugins.flash_weights.shares import GRID, SPARSITIES, is_share
+
+    is_usable = steps.dtype == np.int32 and steps.shape == (n_operands, len(SPARSITIES))
+    if not is_usable or steps.min() < 0 or steps.max() >= len(GRID):
+        return False
+    return all(map(is_share, shares_of(steps)))
 
 
 def _say_equal(reason: str) -> None:
@@ -77,18 +163,14 @@ def _say_equal(reason: str) -> None:
 
 
 def _windows(model: Any, evaluator: Evaluator, text: bytes | None) -> list[Tokens]:
+    if text is not None:
+        return list(evaluator.chosen(_tokens(model, text), _N_TOKENS))
+    with progress_bar("writing text", "token", n := _N_TOKENS // 2) as bar:
+        own = evaluator.say(n, SEED, bar.update)
+    return [*evaluator.cut(own, _WINDOW), *packaged_windows(model, evaluator)]
+
+
+def _tokens(model: Any, content: bytes) -> Tokens:
     import numpy as np
 
-    from llmaas_plugins.elastic.calibration import packaged_texts
-
-    def tokens(content: bytes) -> Tokens:
-        return np.array(model.tokenize(content, False, False), np.int32)
-
-    if text is not None:
-        return list(evaluator.chosen(tokens(text), N_SHARE_TOKENS))
-    with progress_bar("writing text", "token", n := N_SHARE_TOKENS // 2) as bar:
-        own = evaluator.say(n, SEED, bar.update)
-    others = [
-        tokens(each.encode())[: n // len(packaged_texts())] for each in packaged_texts().values()
-    ]
-    return [window for each in (own, *others) for window in evaluator.cut(each, _WINDOW)]
+    return np.array(model.tokenize(content, False, False), np.int32)

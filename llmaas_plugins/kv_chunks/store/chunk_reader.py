@@ -51,7 +51,7 @@ class ChunkReader:
         wanted, n_ready = self._pinned(chunks), 0
         try:
             absent = [chunk for chunk in wanted if chunk.ram == ABSENT]
-            offsets = self._reserve_all(absent)
+            offsets = self._space.reserve_all([chunk.size for chunk in absent])
             self._read(absent[: len(offsets)], offsets, is_ahead=is_ahead)
             with self._residency.changing():
                 n_ready = next((i for i, c in enumerate(wanted) if c.ram == ABSENT), len(wanted))
@@ -129,21 +129,6 @@ class ChunkReader:
             self._residency.pin(wanted)
             self._residency.counters.ram_hits += sum(chunk.ram != ABSENT for chunk in wanted)
         return wanted
-
-    def _reserve_all(self, chunks: Sequence[Chunk]) -> list[int]:
-        offsets: list[int] = []
-        try:
-            for chunk in chunks:
-                offset = self._space.reserve(chunk.size)
-                if offset is None:
-                    break
-                offsets.append(offset)
-        except BaseException:
-            with self._residency.changing():
-                for chunk, offset in zip(chunks, offsets, strict=False):
-                    self._residency.ram.cancel(offset, chunk.size)
-            raise
-        return offsets
 
     def _read(
         self,

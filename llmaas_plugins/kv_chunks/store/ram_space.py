@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.store.chunk_writer import ChunkWriter
+from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.process_share import ProcessShare
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
 from llmaas_plugins.signals import signals_wait
@@ -104,6 +105,33 @@ class RamSpace:
             with self._residency.changing():
                 if self._closed_owners:  # no other thread removed it meanwhile
                     self._residency.remove_owner(self._closed_owners.popleft())
+
+    def reserve_all(self, sizes: Sequence[int]) -> list[int]:
+        """Reserve RAM for chunks of these sizes; return the offsets of the leading ones that fit.
+
+        All that fit without a write to disk take the lock once.
+        """
+        offsets: list[int] = []
+        try:
+            self.remove_closed_owners()
+            self._process.claim(sum(map(page_round, sizes)))
+            with self._residency.changing():
+                for n_bytes in sizes:
+                    offset = self._residency.reserve_ram(n_bytes, None)
+                    if offset is None:
+                        break
+                    offsets.append(offset)
+            for n_bytes in sizes[len(offsets) :]:
+                offset = self.reserve(n_bytes)
+                if offset is None:
+                    break
+                offsets.append(offset)
+        except BaseException:
+            with self._residency.changing():
+                for offset, n_bytes in zip(offsets, sizes, strict=False):
+                    self._residency.ram.cancel(offset, n_bytes)
+            raise
+        return offsets
 
     def reserve(self, n_bytes: int, parent: bytes | None = None) -> int | None:
         """Reserve RAM without dropping ``parent``; write dirty chunks to disk first if needed."""

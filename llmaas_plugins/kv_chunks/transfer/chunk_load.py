@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import threading
 import time
@@ -20,8 +21,10 @@ from llmaas_plugins.signals import signals_wait
 
 __all__ = ["CellSegment", "ChunkLoad", "Decode", "Gap", "ReadTimer", "split_jobs"]
 
-_RAM_JOB_BYTES = 4 << 20
-"""Bytes of RAM chunks in one job: few jobs are best, because each handover waits for the GIL."""
+_RAM_JOB_BYTES, _DISK_JOB_BYTES = 4 << 20, 1 << 20
+"""Bytes of one job, about, for chunks in RAM and for chunks to read. Few jobs are best, because
+each handover waits for the GIL; but reads are faster if all threads read.
+"""
 
 Decode = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
 """Function that decodes payloads, given their addresses, sizes and first cells."""
@@ -202,20 +205,22 @@ class ChunkLoad(NamedTuple):
 
 
 def split_jobs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """Group chunks into jobs: one record if they are read from disk, more if they are in RAM."""
+    """Group chunks into jobs, apart by whether they are in RAM."""
     for is_absent, group in itertools.groupby(chunks, key=lambda chunk: chunk.ram == ABSENT):
-        yield from _split(list(group), _native.RECORD_MAX if is_absent else _RAM_JOB_BYTES)
+        yield from _split(list(group), _DISK_JOB_BYTES if is_absent else _RAM_JOB_BYTES)
 
 
-def _split(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]:
-    """Split chunks into runs of at most ``most_bytes``, or of one larger chunk."""
-    start, n_bytes = 0, 0
-    for i, chunk in enumerate(chunks):
-        if i > start and n_bytes + chunk.size > most_bytes:
-            yield chunks[start:i]
-            start, n_bytes = i, 0
-        n_bytes += chunk.size
-    yield chunks[start:]
+def _split(chunks: Sequence[Chunk], job_bytes: int) -> Iterator[Sequence[Chunk]]:
+    """Split chunks into runs of about the same size, as many as ``job_bytes`` suggests."""
+    ends = list(itertools.accumulate(chunk.size for chunk in chunks))
+    total = max(1, ends[-1])
+    n_jobs = max(1, round(total / job_bytes))
+    start = 0
+    for job in range(1, n_jobs + 1):
+        end = bisect.bisect_right(ends, total * job // n_jobs) if job < n_jobs else len(chunks)
+        if end > start:
+            yield chunks[start:end]
+            start = end
 
 
 def _n_absent(chunks: Sequence[Chunk]) -> int:

@@ -189,6 +189,7 @@ class _BufferRing:
         self._reads: list[list[Future[None]]] = []
         self._jobs: deque[_PartJobs] = deque()
 
+    @signals_wait()
     def start(self) -> None:
         """Start to read and to fill the buffers."""
         self._read_ahead()
@@ -203,11 +204,7 @@ class _BufferRing:
             yield self._load.segment(buffer, part, start)
         else:  # a smaller blob has another row layout
             gap = yield from self._load.load_available(part, start, buffer)
-        self._jobs.popleft()
-        self._n_done += 1
-        self._read_ahead()
-        if i + Staging.BUFFERS < len(self._parts):
-            self._decode(i + Staging.BUFFERS)
+        self._advance()
         return gap
 
     def close(self) -> None:
@@ -217,6 +214,15 @@ class _BufferRing:
             self._staging.settle()
 
     @signals_wait()
+    def _advance(self) -> None:
+        """Fill the buffer of the part that the engine took."""
+        self._jobs.popleft()
+        self._n_done += 1
+        self._read_ahead()
+        i = self._n_done - 1 + Staging.BUFFERS
+        if i < len(self._parts):
+            self._decode(i)
+
     def _read_ahead(self) -> None:
         """Submit reads of parts that the engine has not taken yet, up to ``_ahead_bytes``."""
         while self._ahead_bytes and len(self._reads) < len(self._parts):
@@ -228,7 +234,6 @@ class _BufferRing:
             reads.append([])
             reads[i].extend(submit(self._load.prefetch, record) for record in self._records[i])
 
-    @signals_wait()
     def _decode(self, i: int) -> None:
         """Submit the jobs that fill part ``i``'s buffer."""
         part, records = self._parts[i], self._records[i]

@@ -125,15 +125,15 @@ def test_a_fetch_that_fails_holds_nothing(tmp_path, monkeypatch):
     assert store.space.lend("cells", RAM) == RAM  # the chunks are on disk
     store.space.lend("cells", 0)
     path = [store.tree.get(one.key) for one in A]
-    reserve, sizes = store.space.reserve, []
+    reserve, sizes = store._residency.reserve_ram, []
 
-    def failing(n_bytes):
+    def failing(n_bytes, parent):
         sizes.append(n_bytes)
         if len(sizes) == len(A):
             raise MemoryError
-        return reserve(n_bytes)
+        return reserve(n_bytes, parent)
 
-    monkeypatch.setattr(store.space, "reserve", failing)
+    monkeypatch.setattr(store._residency, "reserve_ram", failing)
     with pytest.raises(MemoryError):
         store.reader.fetch(path)
     monkeypatch.undo()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from llmaas_plugins._native import (
-    RECORD_MAX,
     Budget,
     Codec,
     KVGeometry,
@@ -22,7 +22,8 @@ from llmaas_plugins._native import (
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
-from llmaas_plugins.kv_chunks.transfer.chunk_load import CellSegment, ReadTimer
+from llmaas_plugins.kv_chunks.store.tree import ABSENT
+from llmaas_plugins.kv_chunks.transfer.chunk_load import CellSegment, ReadTimer, split_jobs
 from llmaas_plugins.kv_chunks.transfer.pipeline import SegmentLoader, Workers
 from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
@@ -128,10 +129,6 @@ def merged(steps):
 RAM = {"large": 64 * MiB, "middling": 40 * MiB, "small": 16 * MiB}
 
 
-def test_records_are_shorter_than_segments():
-    assert RECORD_MAX < 4 * BOUND
-
-
 @pytest.mark.parametrize(
     ("ram", "lengths"),
     [
@@ -232,3 +229,25 @@ def test_an_error_of_a_job_is_its_result():
     with pytest.raises(ValueError, match="invalid literal"):
         job.result(30)
     workers.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths"),
+    [
+        ([300_000] * 7, [3, 4]),
+        ([300_000], [1]),
+        ([3 * MiB // 2] * 2, [1, 1]),
+        ([100] * 5, [5]),
+        ([0, 0], [2]),
+    ],
+)
+def test_jobs_that_read_have_about_the_same_size(sizes, lengths):
+    chunks = [SimpleNamespace(size=size, ram=ABSENT) for size in sizes]
+    jobs = list(split_jobs(chunks))
+    assert [len(job) for job in jobs] == lengths
+    assert [chunk for job in jobs for chunk in job] == chunks
+
+
+def test_chunks_in_ram_are_in_jobs_of_their_own():
+    chunks = [SimpleNamespace(size=100, ram=ram) for ram in (0, 4096, ABSENT, ABSENT, 8192)]
+    assert [len(job) for job in split_jobs(chunks)] == [2, 2, 1]

@@ -1,0 +1,76 @@
+"""Judge a finished channel file by the learner's computation and by the engine's own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from llmaas_eval.sparse.ours import engine_nats
+from llmaas_patches.native.packing import model_tensors
+from llmaas_plugins.flash_weights.channel_layout import channel_operands
+from llmaas_plugins.flash_weights.channels import channel_path, open_channels
+from llmaas_plugins.training.distillation import judge, read_channels
+from llmaas_plugins.training.sparse_student import MaskedTeacher, SparseStudent, grids_in
+
+__all__ = ["SELECTIONS", "finished"]
+
+Row = Mapping[str, Any]
+Windows = NDArray[np.int32]
+
+SELECTIONS = ("top-k", "threshold")
+"""The engine's ways to select values. The learner selects as the first does."""
+
+
+def finished(
+    model: Path, kinds: Mapping[str, Windows], sparsities: Sequence[float], n_prompt: int
+) -> list[Row]:
+    """Return a row for each kind of text and sparsity.
+
+    It has the losses (mean nats) of each window under the whole model, in the sparse mode without
+    a channel file's training and shares, with the channel file, and in the engine by selection.
+
+    Args:
+        model: Model file, with its channel file beside it.
+        kinds: Windows to judge by, by kind of text.
+        sparsities: Sparsities to judge at.
+        n_prompt: First tokens of each window that are computed with all values.
+    """
+    return list(_rows(model, kinds, sparsities, n_prompt))
+
+
+def _rows(
+    model: Path, kinds: Mapping[str, Windows], sparsities: Sequence[float], n_prompt: int
+) -> Iterator[Row]:
+    tensors = model_tensors(model)
+    operands = channel_operands(tensors)
+    file = open_channels(channel_path(model), model, tensors)
+    student = SparseStudent(MaskedTeacher(model), grids_in(model, operands, tensors))
+
+    def judged(windows: Windows) -> Any:
+        total = len(sparsities) * windows.size
+        with tqdm(desc="judging", total=total, unit="token", unit_scale=True, disable=None) as bar:
+            return judge(student, windows, n_prompt, sparsities, bar.update)
+
+    before = {kind: judged(windows) for kind, windows in kinds.items()}
+    read_channels(student, file)
+    for kind, windows in kinds.items():
+        after = judged(windows)
+        for sparsity in sparsities:
+            engine = {
+                way: engine_nats(model, windows, sparsity, way, n_prompt).mean(1).tolist()
+                for way in SELECTIONS
+            }
+            yield {
+                "kind": kind,
+                "sparsity": sparsity,
+                "distilled": None if file.distilled is None else str(file.distilled),
+                "whole": [one.whole for one in after[sparsity]],
+                "none": [one.loss for one in before[kind][sparsity]],
+                "file": [one.loss for one in after[sparsity]],
+                "engine": engine,
+            }
