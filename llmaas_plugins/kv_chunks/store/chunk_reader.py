@@ -37,18 +37,22 @@ class ChunkReader:
         self._n_fetches = 0
         self._read_failures = FailureLog(_log, logging.WARNING)
 
-    def fetch(self, chunks: Sequence[Chunk], *, is_ahead: bool = False) -> list[int]:
+    def fetch(
+        self, chunks: Sequence[Chunk], *, is_ahead: bool = False, was_read: bool = False
+    ) -> list[int]:
         """Bring chunks into RAM and pin them until this thread calls ``unpin``.
 
         Args:
             chunks: Chunks to fetch.
             is_ahead: True if no request waits for them yet.
+            was_read: True if they were read for the same load, so that they count as read from disk
+                only.
 
         Returns:
             Addresses of the leading chunks that are in RAM and valid; fewer than ``chunks`` if one
             was damaged or did not fit.
         """
-        wanted, n_ready = self._pinned(chunks), 0
+        wanted, n_ready = self._pinned(chunks, is_counted=not was_read), 0
         try:
             absent = [chunk for chunk in wanted if chunk.ram == ABSENT]
             offsets = self._space.reserve_all([chunk.size for chunk in absent])
@@ -117,7 +121,7 @@ class ChunkReader:
             self._residency.pin(chunks)
         return chunks, offsets
 
-    def _pinned(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def _pinned(self, chunks: Sequence[Chunk], *, is_counted: bool) -> list[Chunk]:
         """Pin the leading chunks that the store still has, and return them."""
         self._n_fetches += 1
         wanted: list[Chunk] = []
@@ -127,7 +131,9 @@ class ChunkReader:
                     break
                 wanted.append(chunk)
             self._residency.pin(wanted)
-            self._residency.counters.ram_hits += sum(chunk.ram != ABSENT for chunk in wanted)
+            if is_counted:
+                n_hits = sum(chunk.ram != ABSENT for chunk in wanted)
+                self._residency.counters.ram_hits += n_hits
         return wanted
 
     def _read(

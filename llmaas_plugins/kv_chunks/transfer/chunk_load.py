@@ -21,10 +21,8 @@ from llmaas_plugins.signals import signals_wait
 
 __all__ = ["CellSegment", "ChunkLoad", "Decode", "Gap", "ReadTimer", "split_jobs"]
 
-_RAM_JOB_BYTES, _DISK_JOB_BYTES = 4 << 20, 1 << 20
-"""Bytes of one job, about, for chunks in RAM and for chunks to read. Few jobs are best, because
-each handover waits for the GIL; but reads are faster if all threads read.
-"""
+_RAM_JOB_BYTES = 4 << 20
+"""Bytes of RAM chunks in one job: few jobs are best, because each handover waits for the GIL."""
 
 Decode = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
 """Function that decodes payloads, given their addresses, sizes and first cells."""
@@ -120,7 +118,7 @@ class ChunkLoad(NamedTuple):
             wait([read])
             if read.cancelled():
                 return 0
-        addresses = self._fetch(record)
+        addresses = self._fetch(record, was_read=read is not None)
         return self._decode(record[: len(addresses)], addresses, first, decode)
 
     def blob_decoder(self, blob: NDArray[np.uint8], n_cells: int) -> Decode:
@@ -147,9 +145,9 @@ class ChunkLoad(NamedTuple):
 
         return decode
 
-    def prefetch(self, record: Sequence[Chunk]) -> None:
-        """Read a record into RAM ahead of need."""
-        self.reader.unpin(record[: len(self._fetch(record, is_ahead=True))])
+    def prefetch(self, record: Sequence[Chunk], *, is_ahead: bool) -> None:
+        """Read a record into RAM; ``is_ahead`` if the engine computes other cells first."""
+        self.reader.unpin(record[: len(self._fetch(record, is_ahead=is_ahead))])
 
     def segment(
         self, buffer: NDArray[np.uint8], chunks: Sequence[Chunk], start: int
@@ -179,10 +177,12 @@ class ChunkLoad(NamedTuple):
             return self._leading(ready[:n_sound], start, buffer)
         return n_sound, self.segment(buffer, ready, start)
 
-    def _fetch(self, chunks: Sequence[Chunk], *, is_ahead: bool = False) -> list[int]:
+    def _fetch(
+        self, chunks: Sequence[Chunk], *, is_ahead: bool = False, was_read: bool = False
+    ) -> list[int]:
         started = time.perf_counter()
         n_bytes = sum(chunk.size for chunk in chunks if chunk.ram == ABSENT)
-        addresses = self.reader.fetch(chunks, is_ahead=is_ahead)
+        addresses = self.reader.fetch(chunks, is_ahead=is_ahead, was_read=was_read)
         if n_bytes and len(addresses) == len(chunks):
             self.reads.add(n_bytes, started)
         return addresses
@@ -204,10 +204,15 @@ class ChunkLoad(NamedTuple):
         return len(chunks)
 
 
-def split_jobs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """Group chunks into jobs, apart by whether they are in RAM."""
+def split_jobs(chunks: Sequence[Chunk], read_bytes: int) -> Iterator[Sequence[Chunk]]:
+    """Group chunks into jobs, apart by whether they are in RAM.
+
+    Args:
+        chunks: Chunks in order of position.
+        read_bytes: Bytes of one job that reads, about.
+    """
     for is_absent, group in itertools.groupby(chunks, key=lambda chunk: chunk.ram == ABSENT):
-        yield from _split(list(group), _DISK_JOB_BYTES if is_absent else _RAM_JOB_BYTES)
+        yield from _split(list(group), read_bytes if is_absent else _RAM_JOB_BYTES)
 
 
 def _split(chunks: Sequence[Chunk], job_bytes: int) -> Iterator[Sequence[Chunk]]:

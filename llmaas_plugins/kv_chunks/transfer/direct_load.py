@@ -8,6 +8,7 @@ for loads without gaps. If some tokens must be recomputed, ``pipeline`` loads se
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 
@@ -16,9 +17,13 @@ from numpy.typing import NDArray
 
 from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, count_tokens
 from llmaas_plugins.kv_chunks.transfer.chunk_load import ChunkLoad, split_jobs
+from llmaas_plugins.kv_chunks.transfer.pipeline import N_LOAD_THREADS
 from llmaas_plugins.signals import signals_wait
 
 __all__ = ["load_into_cells"]
+
+_READ_BYTES = 1 << 20
+"""Bytes of one job that reads, about: all threads read at once."""
 
 
 def load_into_cells(
@@ -32,7 +37,7 @@ def load_into_cells(
         row_addresses: Addresses of their rows (``KVCells.label_cells``).
         threads: Threads that share the work with this one.
     """
-    jobs = list(split_jobs(chunks))
+    jobs = list(split_jobs(chunks, _READ_BYTES))
     counts = map(count_tokens, jobs)
     first_cells = list(itertools.accumulate(counts, initial=0))
     decode = load.cell_decoder(row_addresses, first_cells[-1])
@@ -51,26 +56,29 @@ def load_into_cells(
 def _run_shared(threads: Executor, work: Callable[[int], int], order: Sequence[int]) -> list[int]:
     """Run ``work`` for each index and return the results by index.
 
-    This thread takes jobs from the end of ``order`` while the others begin at the start. When this
-    function returns or raises, no job runs and none starts later, because the engine then uses the
-    cells again. It therefore makes its own futures, which it can cancel at any time.
+    This thread takes indices from the end of ``order`` while the others begin at the start. When
+    this function returns or raises, no work runs and none starts later, because the engine then
+    uses the cells again.
     """
-    if len(order) == 1:
-        return [work(order[0])]
-    futures: dict[int, Future[int]] = {i: Future() for i in order}
+    left, done = deque(order), dict[int, int]()
 
-    def run(i: int) -> None:
-        future = futures[i]
-        if future.set_running_or_notify_cancel():
+    def run(take: Callable[[], int]) -> None:
+        while left:
             try:
-                future.set_result(work(i))
-            except BaseException as error:  # pass everything, even Ctrl-C, to the waiting thread
-                future.set_exception(error)
+                i = take()
+            except IndexError:  # another thread was faster
+                return
+            done[i] = work(i)
 
+    others: list[Future[None]] = []
     try:
-        for i in order:
-            threads.submit(run, i)
-        done = {i: work(i) for i in reversed(order) if futures[i].cancel()}
-        return [done[i] if i in done else futures[i].result() for i in range(len(order))]
+        n_others = min(N_LOAD_THREADS, len(order) - 1)
+        others.extend(threads.submit(run, left.popleft) for _ in range(n_others))
+        run(left.pop)
+        for other in others:
+            if not other.cancel():
+                other.result()
+        return [done[i] for i in range(len(order))]
     finally:
-        wait([future for future in futures.values() if not future.cancel()])
+        left.clear()
+        wait([other for other in others if not other.cancel()])

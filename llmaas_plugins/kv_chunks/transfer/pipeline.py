@@ -1,16 +1,17 @@
 """Load chunks in overlapping stages (LLMS Fig. 8).
 
-While the engine takes one segment's blob, several threads prepare the next segments. Each thread
-reads and verifies a few chunks, and decodes them into their segment's blob.
-While the engine recomputes cells, one thread reads the chunks after them into the RAM tier.
+While the engine takes one segment's blob, two threads read and verify chunks of later segments into
+the RAM tier, and others decode what was read into its segment's blob. While the engine recomputes
+cells, only one thread reads the chunks after them, one system call at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from llmaas_hooks import forks
@@ -28,9 +29,11 @@ from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 from llmaas_plugins.signals import signals_wait
 
-__all__ = ["SegmentLoader", "Workers"]
+__all__ = ["N_LOAD_THREADS", "SegmentLoader", "Workers"]
 
-_N_LOAD_THREADS = 4
+N_LOAD_THREADS, _N_READ_THREADS = 4, 2
+_READ_BYTES = 2 << 20
+"""Bytes of one read, about. Its system calls are in flight together."""
 _SMALL_BYTES = 16 << 20
 _READ_AHEAD_DIVISOR = 2
 
@@ -76,7 +79,8 @@ class Workers(forks.Forked):
         forks.watch(self)
 
     def _make(self) -> None:
-        self.load = _ThreadPool(_N_LOAD_THREADS, thread_name_prefix="llmaas-kv-load")
+        self.load = _ThreadPool(N_LOAD_THREADS, thread_name_prefix="llmaas-kv-load")
+        self.read = _ThreadPool(_N_READ_THREADS, thread_name_prefix="llmaas-kv-read")
         self.ahead = _ThreadPool(1, thread_name_prefix="llmaas-kv-ahead")
         self.write = _ThreadPool(1, thread_name_prefix="llmaas-kv-write")
 
@@ -87,7 +91,7 @@ class Workers(forks.Forked):
 
     def close(self) -> None:
         """Finish all queued jobs and stop the threads."""
-        pools = self.ahead, self.load, self.write
+        pools = self.ahead, self.read, self.load, self.write
         with signals_wait():  # Ctrl-C ends the wait below, but not before every pool is to end
             for pool in pools:
                 pool.shutdown(wait=False)
@@ -133,7 +137,8 @@ class SegmentLoader:
         if not waits and (n_bytes <= room or (is_in_ram and n_bytes <= _SMALL_BYTES)):
             yield from self._in_this_thread(load, _parts(runs, Staging.BUFFERS * self._step), start)
         else:
-            yield from self._overlapped(load, _parts(runs, self._step), start, reads_ahead=waits)
+            reader = None if is_in_ram else self._workers.ahead if waits else self._workers.read
+            yield from self._overlapped(load, _parts(runs, self._step), start, reader)
 
     def _in_this_thread(
         self, load: ChunkLoad, parts: Sequence[ChunkRun], start: int
@@ -143,14 +148,15 @@ class SegmentLoader:
         return _in_order(parts, start, lambda part, at: load.load_available(part.chunks, at, whole))
 
     def _overlapped(
-        self, load: ChunkLoad, parts: Sequence[ChunkRun], start: int, *, reads_ahead: bool
+        self, load: ChunkLoad, parts: Sequence[ChunkRun], start: int, reader: Executor | None
     ) -> Generator[CellSegment | Gap]:
         feed = _BufferRing(
             load,
             [part.chunks for part in parts if part.is_loaded],
             self._staging,
             self._workers,
-            self._store.space.capacity // _READ_AHEAD_DIVISOR if reads_ahead else 0,
+            reader=reader,
+            ahead_bytes=self._store.space.capacity // _READ_AHEAD_DIVISOR,
         )
         try:
             feed.start()
@@ -162,12 +168,14 @@ class SegmentLoader:
 class _BufferRing:
     """Ring of buffers that jobs fill part by part, with disk reads ahead of it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- what to load, by whom, within which bounds
         self,
         load: ChunkLoad,
         parts: Sequence[Sequence[Chunk]],
         staging: Staging,
         workers: Workers,
+        *,
+        reader: Executor | None,
         ahead_bytes: int,
     ) -> None:
         """Prepare; ``start`` begins the work.
@@ -177,14 +185,15 @@ class _BufferRing:
             parts: Chunks of each buffer.
             staging: Ring of buffers.
             workers: Threads for the jobs.
-            ahead_bytes: Bytes to read ahead of the engine; 0 to read only when decoding.
+            reader: Threads that read; None if all chunks are in RAM.
+            ahead_bytes: Most bytes to read ahead of the engine.
         """
         self._load = load
         self._parts = parts
-        self._records = [list(split_jobs(part)) for part in parts]
+        self._records = [list(split_jobs(part, _READ_BYTES)) for part in parts]
         self._staging = staging
         self._workers = workers
-        self._ahead_bytes = ahead_bytes
+        self._reader, self._ahead_bytes = reader, ahead_bytes
         self._n_done = 0
         self._reads: list[list[Future[None]]] = []
         self._jobs: deque[_PartJobs] = deque()
@@ -225,19 +234,23 @@ class _BufferRing:
 
     def _read_ahead(self) -> None:
         """Submit reads of parts that the engine has not taken yet, up to ``_ahead_bytes``."""
-        while self._ahead_bytes and len(self._reads) < len(self._parts):
+        if self._reader is None:
+            return
+        is_ahead = self._reader is self._workers.ahead
+        prefetch = functools.partial(self._load.prefetch, is_ahead=is_ahead)
+        while len(self._reads) < len(self._parts):
             i = len(self._reads)
             waiting = itertools.chain(*self._parts[self._n_done : i + 1])
             if i >= self._n_done + Staging.BUFFERS and _bytes(waiting) > self._ahead_bytes:
                 return
-            submit, reads = self._workers.ahead.submit, self._reads
+            submit, reads = self._reader.submit, self._reads
             reads.append([])
-            reads[i].extend(submit(self._load.prefetch, record) for record in self._records[i])
+            reads[i].extend(submit(prefetch, record) for record in self._records[i])
 
     def _decode(self, i: int) -> None:
         """Submit the jobs that fill part ``i``'s buffer."""
         part, records = self._parts[i], self._records[i]
-        reads = self._reads[i] if self._ahead_bytes else [None] * len(records)
+        reads = [None] * len(records) if self._reader is None else self._reads[i]
         blob, first = self._staging.buffer(i)[: self._load.blob_bytes(part)], 0
         decode = self._load.blob_decoder(blob, count_tokens(part))
         job: _PartJobs = []

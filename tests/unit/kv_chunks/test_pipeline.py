@@ -243,11 +243,11 @@ def test_an_error_of_a_job_is_its_result():
 )
 def test_jobs_that_read_have_about_the_same_size(sizes, lengths):
     chunks = [SimpleNamespace(size=size, ram=ABSENT) for size in sizes]
-    jobs = list(split_jobs(chunks))
+    jobs = list(split_jobs(chunks, MiB))
     assert [len(job) for job in jobs] == lengths
     assert [chunk for job in jobs for chunk in job] == chunks
 
 
 def test_chunks_in_ram_are_in_jobs_of_their_own():
     chunks = [SimpleNamespace(size=100, ram=ram) for ram in (0, 4096, ABSENT, ABSENT, 8192)]
-    assert [len(job) for job in split_jobs(chunks)] == [2, 2, 1]
+    assert [len(job) for job in split_jobs(chunks, MiB)] == [2, 2, 1]

@@ -63,4 +63,4 @@ def ways(monkeypatch):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Give the threads one chunk at a time, as if chunks were large."""
-    monkeypatch.setattr(direct_load, "split_jobs", lambda chunks: [[chunk] for chunk in chunks])
+    monkeypatch.setattr(direct_load, "split_jobs", lambda chunks, _: [[chunk] for chunk in chunks])

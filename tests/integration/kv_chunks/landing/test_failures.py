@@ -176,13 +176,16 @@ def test_ctrl_c_waits_until_chunks_are_in_place(make_one, stored, monkeypatch, i
     """Between threads and inside of reads, it would leave locks locked and chunks pinned."""
     active, came = stored(), []
     store = store_of(active)
-    fetch, caller = store.reader.fetch, threading.get_ident()
+    fetch, caller, has_come = store.reader.fetch, threading.get_ident(), threading.Event()
 
     def interrupted(chunks, **options):
-        if threading.get_ident() == caller and not came:
+        if threading.get_ident() != caller:
+            has_come.wait(60)  # so that these threads leave a job to the caller
+        elif not came:
             came.append(True)
             signal.raise_signal(signal.SIGINT)
             came.append(len(chunks))  # it did not end this call
+            has_come.set()
         return fetch(chunks, **options)
 
     with make_one() as llama:
@@ -215,13 +218,14 @@ def test_what_was_queued_for_a_restore_that_failed_never_begins(make_one, stored
     """When a thread cannot be started, the pool still keeps its job."""
     active, (_, started) = stored(), under_way
     pool, done = plugin_of(active)._workers.load, threading.Event()
-    submit, left = pool.submit, [5]
+    submit, left = pool.submit, [3]
 
     def failing(*args):
-        submit(*args)
+        future = submit(*args)
         left[0] -= 1
         if not left[0]:
             raise RuntimeError("can't start new thread")
+        return future
 
     with make_one() as llama, pytest.MonkeyPatch.context() as patch:
         for _ in range(pool._max_workers):
