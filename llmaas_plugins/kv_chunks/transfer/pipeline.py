@@ -137,7 +137,9 @@ class SegmentLoader:
         if not waits and (n_bytes <= room or (is_in_ram and n_bytes <= _SMALL_BYTES)):
             yield from self._in_this_thread(load, _parts(runs, Staging.BUFFERS * self._step), start)
         else:
-            reader = None if is_in_ram else self._workers.ahead if waits else self._workers.read
+            reader = None
+            if not is_in_ram:
+                reader = self._workers.ahead if waits else self._workers.read
             yield from self._overlapped(load, _parts(runs, self._step), start, reader)
 
     def _in_this_thread(
