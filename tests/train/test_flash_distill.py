@@ -226,13 +226,14 @@ def test_a_better_older_file_stays(tmp_path, monkeypatch, older, left):
     found = {"judging before": 0.5, "judging after": 0.3, "judging the older file": older}
     path, made = tmp_path / "model.channels", tmp_path / "distilled.channels"
     path.write_bytes(b"old")
-    job = Mock(folder=tmp_path, own_text=None)
+    job = Mock(folder=tmp_path, own_text=None, kept_shares=tmp_path / "shares.progress")
     monkeypatch.setattr(distillation, "is_better", lambda before, after: before > after)
+    monkeypatch.setattr(distillation, "read_channels", lambda *_: None)
     monkeypatch.setattr(channels, "open_channels", lambda *_: Mock(distilled=older))
     monkeypatch.setattr(flash_distill, "_judged", lambda _job, what: found[what])
     monkeypatch.setattr(flash_distill, "_write", lambda *_: made.write_bytes(b"new"))
     monkeypatch.setattr(flash_distill, "_train", lambda _job: tmp_path / "run.npz")
-    for name in ("_load", "report_of", "lines_of", "print_report"):
+    for name in ("report_of", "lines_of", "print_report"):
         monkeypatch.setattr(flash_distill, name, lambda *_: None)
     flash_distill._run(job, path)
     assert path.read_bytes() == left
