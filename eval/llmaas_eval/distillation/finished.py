@@ -62,7 +62,9 @@ def _rows(
         after = judged(windows)
         for sparsity in sparsities:
             engine = {
-                way: engine_nats(model, windows, sparsity, way, n_prompt).mean(1).tolist()
+                way: engine_nats(model, windows.astype(np.int64), sparsity, way, n_prompt)
+                .mean(1)
+                .tolist()
                 for way in SELECTIONS
             }
             yield {

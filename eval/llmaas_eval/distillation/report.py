@@ -98,19 +98,18 @@ def _finished(rows: Sequence[Mapping[str, Any]]) -> Table:
             row["kind"],
             percent(row["sparsity"]),
             *(number(math.exp(np.mean(row[name]))) for name in ("whole", "none", "file")),
-            between(
-                [
-                    100 * each
-                    for each in closure(row | {"loss": row["file"]}, row | {"loss": row["none"]})
-                ],
-                0,
-                " %",
-            ),
+            between([100 * each for each in _won_back(row)], 0, " %"),
             *(_change(row["engine"][way], row["file"]) for way in ways),
         ]
         for row in rows
     ]
     return Table([*heads, *(f"engine, {way}" for way in ways)], lines, "lr" + "r" * (4 + len(ways)))
+
+
+def _won_back(row: Mapping[str, Any]) -> Interval:
+    return closure(
+        {"loss": row["file"], "whole": row["whole"]}, {"loss": row["none"], "whole": row["whole"]}
+    )
 
 
 def _change(found: Sequence[float], base: Sequence[float]) -> str:
