@@ -147,6 +147,12 @@ class HookManager:
         """Fire ``llmaas_app_batch``."""
         self._call("llmaas_app_batch", ctx=ctx, scope=scope)
 
+    def evaluated(self, step: DecodeStep) -> None:
+        """Fire the hooks of an evaluated batch: ``llmaas_prefill`` only if it has several tokens."""
+        if step.n_tokens > 1:
+            self.prefill(step)
+        self.decode(step)
+
     def prefill(self, step: DecodeStep) -> None:
         """Fire ``llmaas_prefill``."""
         self._call("llmaas_prefill", step=step)

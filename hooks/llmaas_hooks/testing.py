@@ -114,10 +114,7 @@ def serve(
     n_reused = 0 if restored is None else restored.n_tokens
     n_batch, sampled = len(tokens) - n_reused, list[int]()
     for _ in range(n_tokens):
-        step = DecodeStep(engine.ctx, n_batch, 0.001)
-        if n_batch > 1:
-            hooks.prefill(step)
-        hooks.decode(step)
+        hooks.evaluated(DecodeStep(engine.ctx, n_batch, 0.001))
         logits = np.zeros(_N_VOCAB, dtype=np.float32)
         hooks.logits(LogitsView(engine.ctx, 0, logits))
         sampled.append(int(logits.argmax()))

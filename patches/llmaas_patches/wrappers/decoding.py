@@ -56,9 +56,9 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
 
 def _timed(host: Host, original: Function) -> Function:
     """Return ``llama_decode`` that computes exactly what it must, and says how long it took."""
-    native, hooks = host.native, host.hooks
-    times_single = hooks.listens("llmaas_decode")
-    times_several = times_single or hooks.listens("llmaas_prefill")
+    native, tell = host.native, host.hooks.evaluated
+    times_single = host.hooks.listens("llmaas_decode")
+    times_several = times_single or host.hooks.listens("llmaas_prefill")
 
     def decode(ctx: Any, batch: Any, n_tokens: int) -> Any:
         is_timed = times_single if n_tokens == 1 else times_several
@@ -71,10 +71,8 @@ def _timed(host: Host, original: Function) -> Function:
         if result < 0:
             _say_why(host, ctx)
         elif is_timed and result == 0:
-            step = DecodeStep(address(ctx), n_tokens, time.perf_counter() - started)
-            if n_tokens > 1:
-                hooks.prefill(step)
-            hooks.decode(step)
+            seconds = time.perf_counter() - started
+            tell(DecodeStep(address(ctx), n_tokens, seconds))
         return result
 
     return decode
