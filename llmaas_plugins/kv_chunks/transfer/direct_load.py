@@ -58,9 +58,11 @@ def _run_shared(threads: Executor, work: Callable[[int], int], order: Sequence[i
 
     This thread takes indices from the end of ``order`` while the others begin at the start. When
     this function returns or raises, no work runs and none starts later, because the engine then
-    uses the cells again.
+    uses the cells again. It therefore makes its own futures: a submission that fails may have
+    queued its job.
     """
     left, done = deque(order), dict[int, int]()
+    others = [Future[None]() for _ in range(min(N_LOAD_THREADS, len(order) - 1))]
 
     def run(take: Callable[[], int]) -> None:
         while left:
@@ -70,10 +72,16 @@ def _run_shared(threads: Executor, work: Callable[[int], int], order: Sequence[i
                 return
             done[i] = work(i)
 
-    others: list[Future[None]] = []
+    def run_beside(future: Future[None]) -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(run(left.popleft))
+            except BaseException as error:  # pass everything, even Ctrl-C, to the waiting thread
+                future.set_exception(error)
+
     try:
-        n_others = min(N_LOAD_THREADS, len(order) - 1)
-        others.extend(threads.submit(run, left.popleft) for _ in range(n_others))
+        for other in others:
+            threads.submit(run_beside, other)
         run(left.pop)
         for other in others:
             if not other.cancel():
