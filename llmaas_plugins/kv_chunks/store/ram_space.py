@@ -112,6 +112,8 @@ class RamSpace:
         All that fit without a write to disk take the lock once.
         """
         offsets: list[int] = []
+        if not sizes:
+            return offsets
         try:
             self.remove_closed_owners()
             self._process.claim(sum(map(page_round, sizes)))

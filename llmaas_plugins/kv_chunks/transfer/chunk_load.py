@@ -222,7 +222,7 @@ def _split(chunks: Sequence[Chunk], job_bytes: int) -> Iterator[Sequence[Chunk]]
     n_jobs = max(1, round(total / job_bytes))
     start = 0
     for job in range(1, n_jobs + 1):
-        end = bisect.bisect_right(ends, total * job // n_jobs) if job < n_jobs else len(chunks)
+        end = bisect.bisect_right(ends, total * job // n_jobs)
         if end > start:
             yield chunks[start:end]
             start = end

@@ -197,7 +197,7 @@ class _BufferRing:
         self._workers = workers
         self._reader, self._ahead_bytes = reader, ahead_bytes
         self._n_done = 0
-        self._reads: list[list[Future[None]]] = []
+        self._reads: list[list[Future[None] | None]] = []
         self._jobs: deque[_PartJobs] = deque()
 
     @signals_wait()
@@ -221,7 +221,8 @@ class _BufferRing:
     def close(self) -> None:
         """Cancel pending jobs and wait for running ones."""
         with signals_wait():
-            wait([read for read in itertools.chain(*self._reads) if not read.cancel()])
+            reads = filter(None, itertools.chain(*self._reads))
+            wait([read for read in reads if not read.cancel()])
             self._staging.settle()
 
     @signals_wait()
@@ -247,7 +248,10 @@ class _BufferRing:
                 return
             submit, reads = self._reader.submit, self._reads
             reads.append([])
-            reads[i].extend(submit(prefetch, record) for record in self._records[i])
+            reads[i].extend(
+                submit(prefetch, record) if record[0].ram == ABSENT else None
+                for record in self._records[i]
+            )
 
     def _decode(self, i: int) -> None:
         """Submit the jobs that fill part ``i``'s buffer."""
