@@ -48,14 +48,13 @@ from .kv import (
     blob_sort,
 )
 from .signals import exit_on_signal
-from .store import RECORD_MAX, STORE_BLOCK, store_erase, store_read, store_write
+from .store import STORE_BLOCK, store_erase, store_read, store_write
 
 __all__ = [
     "CHUNK_BITS",
     "KNN_ALIGN",
     "KNN_MAX_BEST",
     "KNN_MAX_DIMS",
-    "RECORD_MAX",
     "STORE_BLOCK",
     "Budget",
     "ChunkInfo",

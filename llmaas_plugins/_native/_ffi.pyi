@@ -34,7 +34,6 @@ class _Lib:
     LLMAAS_KNN_MAX_DIMS: int
     LLMAAS_KNN_MAX_BEST: int
     LLMAAS_KNN_ALIGN: int
-    LLMAAS_RECORD_MAX: int
     LLMAAS_STORE_BLOCK: int
 
     def llmaas_status_name(self, status: int) -> Any: ...

@@ -13,9 +13,8 @@ from .base import KEY_BYTES, Status, as_array, fail
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["RECORD_MAX", "STORE_BLOCK", "store_erase", "store_read", "store_write"]
+__all__ = ["STORE_BLOCK", "store_erase", "store_read", "store_write"]
 
-RECORD_MAX: int = lib.LLMAAS_RECORD_MAX
 STORE_BLOCK: int = lib.LLMAAS_STORE_BLOCK
 
 _STATUSES = tuple(Status)

@@ -24,7 +24,7 @@ from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.tree import ABSENT
 from llmaas_plugins.kv_chunks.transfer.chunk_load import CellSegment, ReadTimer, split_jobs
-from llmaas_plugins.kv_chunks.transfer.pipeline import SegmentLoader, Workers
+from llmaas_plugins.kv_chunks.transfer.pipeline import _READ_BYTES, SegmentLoader, Workers
 from llmaas_plugins.kv_chunks.transfer.planning import ChunkRun
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 
@@ -127,6 +127,10 @@ def merged(steps):
 
 
 RAM = {"large": 64 * MiB, "middling": 40 * MiB, "small": 16 * MiB}
+
+
+def test_reads_are_shorter_than_segments():
+    assert _READ_BYTES < 4 * BOUND
 
 
 @pytest.mark.parametrize(
