@@ -148,7 +148,7 @@ class HookManager:
         self._call("llmaas_app_batch", ctx=ctx, scope=scope)
 
     def evaluated(self, step: DecodeStep) -> None:
-        """Fire the hooks of an evaluated batch: ``llmaas_prefill`` only if it has several tokens."""
+        """Fire ``llmaas_prefill`` if a batch has several tokens, and ``llmaas_decode``."""
         if step.n_tokens > 1:
             self.prefill(step)
         self.decode(step)

@@ -6,10 +6,11 @@ import argparse
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import content_of
+from llmaas_plugins.cli.given_text import tokens_of
 from llmaas_plugins.cli.models import evaluator_of
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.cli.own_text import own_text
@@ -48,7 +49,7 @@ def learning_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> N
 
     with evaluator_of(args.model) as (model, evaluator):
         if args.text:
-            text = np.concatenate([_tokens(path, model) for path in args.text])
+            text = np.concatenate([tokens_of(content_of(path), model) for path in args.text])
         else:
             text = _own(args, evaluator, n_tokens, own_text_path(folder, n_tokens))
         if not len(text):
@@ -64,20 +65,21 @@ def own_text_path(folder: Path, n_tokens: int) -> Path:
     return folder / f"text-{n_tokens}.progress"
 
 
-def remove_progress(folder: Path, used: Iterable[Path], own_text: Path | None) -> None:
+def remove_progress(folder: Path, used: Iterable[Path], shared: Iterable[Path]) -> None:
     """Remove the files of a run that is complete, and their folder if it is empty then.
 
     Args:
         folder: Folder for progress, which other runs and the user may use, too.
         used: Files that only this run can use.
-        own_text: Text that the model wrote for this run, if it did. It stays while there are
-            checkpoints of other runs, which may have learned from the same text.
+        shared: Files that other runs may use, too, such as text that the model wrote. They stay
+            while there are checkpoints of other runs.
     """
     with contextlib.suppress(OSError):  # the result is written; what is left does no harm
         for path in used:
             path.unlink(missing_ok=True)
-        if own_text is not None and not any(folder.glob("*.npz")):
-            own_text.unlink(missing_ok=True)
+        if not any(folder.glob("*.npz")):
+            for path in shared:
+                path.unlink(missing_ok=True)
         folder.rmdir()
 
 
@@ -98,9 +100,3 @@ def _own(
             return own_text(evaluator, n_tokens, written, bar.update)
     finally:
         written.save()
-
-
-def _tokens(path: Path, model: Any) -> NDArray[np.int32]:
-    import numpy as np
-
-    return np.array(model.tokenize(content_of(path), False, False), np.int32)

@@ -226,7 +226,7 @@ def test_a_better_older_file_stays(tmp_path, monkeypatch, older, left):
     found = {"judging before": 0.5, "judging after": 0.3, "judging the older file": older}
     path, made = tmp_path / "model.channels", tmp_path / "distilled.channels"
     path.write_bytes(b"old")
-    job = Mock(folder=tmp_path, own_text=None, kept_shares=tmp_path / "shares.progress")
+    job = Mock(folder=tmp_path, shared=[])
     monkeypatch.setattr(distillation, "is_better", lambda before, after: before > after)
     monkeypatch.setattr(distillation, "read_channels", lambda *_: None)
     monkeypatch.setattr(channels, "open_channels", lambda *_: Mock(distilled=older))

@@ -105,6 +105,6 @@ def test_a_complete_run_removes_its_own_files_only(tmp_path, others, left):
     text = learning_text.own_text_path(folder, 8)
     for path in (folder / "a.npz", text, *(folder / name for name in others)):
         path.touch()
-    learning_text.remove_progress(folder, [folder / "a.npz", folder / "none"], text)
+    learning_text.remove_progress(folder, [folder / "a.npz", folder / "none"], [text])
     found = {each.name for each in folder.iterdir()} if folder.exists() else None
     assert found == left

@@ -113,7 +113,7 @@ def recover(args: argparse.Namespace) -> int:
         found = {level: _learned(job, level, kept[level]) for level in levels}
         if group.is_first:
             _write(args.model, job, found)
-            text = None if args.text else own_text_path(folder, _n_text(job.recipe.n_tokens))
+            text = [] if args.text else [own_text_path(folder, _n_text(job.recipe.n_tokens))]
             remove_progress(folder, [one.path for one in kept.values()], text)
             print_report(args, _report(job, found), _lines(job, found))
     return 0

@@ -12,6 +12,7 @@ import numpy as np
 
 from llmaas_hooks import ConfigError, Tokens
 from llmaas_plugins.cli.files import content_of
+from llmaas_plugins.cli.given_text import packaged_tokens, tokens_of
 from llmaas_plugins.cli.options import require_torch
 from llmaas_plugins.cli.own_text import own_text
 from llmaas_plugins.model.loading import loaded
@@ -121,17 +122,12 @@ def calibration_text(
     Raises:
         ConfigError: The text cannot be read, or is too short.
     """
-    from llmaas_plugins.elastic.calibration import packaged_texts
-
     n_tokens = args.tokens or N_TOKENS
     if args.text is not None:
         given = _given(args.text, model)
         return Text(np.empty(0, np.int32), {args.text.name: given})
     own = own_text(evaluator, n_written_tokens(args), checkpoint, progress)
-    texts = packaged_texts()
-    n_each = max((n_tokens - len(own)) // len(texts), 1)
-    others = {name: _tokens(text.encode(), model)[:n_each] for name, text in texts.items()}
-    text = Text(own, others)
+    text = Text(own, packaged_tokens(model, n_tokens - len(own)))
     _check_length(text.tokens, "the calibration text has", "Give it a text with `--text FILE`.")
     return text
 
@@ -141,11 +137,7 @@ def calibration_text(
 
 def _given(path: Path, model: Any) -> Tokens:
     """Return the tokens of a text that was given."""
-    return _check_length(_tokens(content_of(path), model), f"{path} has", "Give a longer text.")
-
-
-def _tokens(content: bytes, model: Any) -> Tokens:
-    return np.array(model.tokenize(content, False, False), np.int32)
+    return _check_length(tokens_of(content_of(path), model), f"{path} has", "Give a longer text.")
 
 
 def _check_length(text: Tokens, whose: str, then: str) -> Tokens:

@@ -120,25 +120,23 @@ class _Job:
         args: Arguments of the command.
         tensors: Tensors of the model.
         shares: Share of each operand's values that the student leaves out.
-        kept_shares: File that keeps them.
         student: The student.
         texts: Text to learn from and to judge by.
         recipe: How to learn.
         workers: Processes that learn together.
         folder: Folder for progress.
-        own_text: Path of the text that the model wrote; None if the user gave one.
+        shared: Files of progress that other runs may use, too.
     """
 
     args: argparse.Namespace
     tensors: Mapping[str, TensorInfo]
     shares: Shares
-    kept_shares: Path
     student: SparseStudent
     texts: Texts
     recipe: SparseRecipe
     workers: Workers
     folder: Path
-    own_text: Path | None
+    shared: Sequence[Path]
 
     def bar(self, what: str, n_tokens: int) -> Any:
         """Return a progress bar of tokens."""
@@ -165,7 +163,7 @@ def _run(job: _Job, path: Path) -> None:
         with as_store_error(f"cannot write {path}"):
             made.replace(path)
             sync_directory(path.parent)
-    remove_progress(job.folder, (kept, made, job.kept_shares), job.own_text)
+    remove_progress(job.folder, (kept, made), job.shared)
     report = report_of(job.recipe, job.texts, before, after, path if is_written else None)
     print_report(job.args, report, lines_of(report))
 
@@ -209,8 +207,8 @@ def _job(
     shares = dict(zip(operands, shares_of(group.shared(steps)), strict=True))
     teacher.share_by(shares)
     student = SparseStudent(teacher, grids_in(args.model, operands, tensors))
-    own_text = None if args.text else own_text_path(folder, n_text)
-    job = _Job(args, tensors, shares, kept_shares, student, texts, recipe, group, folder, own_text)
+    shared = [kept_shares] if args.text else [kept_shares, own_text_path(folder, n_text)]
+    job = _Job(args, tensors, shares, student, texts, recipe, group, folder, shared)
     _say_time(job)
     return job
 
@@ -226,11 +224,24 @@ def _share_steps(
 
     They are kept in ``path``: on another device, a run could measure others and begin anew.
     """
+    from llmaas_plugins.elastic.calibration import packaged_texts
+    from llmaas_plugins.flash_weights.model_weights import digest_of
+
     rows = share_rows(windows, is_own=not args.text)
-    if not args.text:
+    identity = {
+        "model": digest_of(args.model),
+        "text": [row.tolist() for row in rows],
+        "packaged": {} if args.text else dict(packaged_texts()),
+    }
+
+    def measured() -> NDArray[np.int32]:
+        if args.text:
+            return measure(rows)
         with evaluator_of(args.model) as (model, evaluator):
-            rows += packaged_windows(model, evaluator)
-    return kept_steps(path, args.model, rows, n_operands, measure)
+            packaged = packaged_windows(model, evaluator)
+        return measure([*rows, *packaged])
+
+    return kept_steps(path, identity, n_operands, measured)
 
 
 def _checked_memory(

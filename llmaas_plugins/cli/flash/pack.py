@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import ConfigError, StoreError, TensorInfo
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.flash.sharing import measured_shares
+from llmaas_plugins.cli.given_text import tokens_of
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.output import progress_bar
@@ -183,8 +184,6 @@ def _calibrated(
     path: Path, operands: list[Operand], text: bytes | None, shares: Shares | None
 ) -> Calibration:
     """Calibrate a model's operands by evaluating a text."""
-    import numpy as np
-
     from llmaas_plugins.activation import activate
     from llmaas_plugins.flash_weights.calibration import Calibrator
 
@@ -193,7 +192,7 @@ def _calibrated(
     with contextlib.ExitStack() as opened:
         opened.enter_context(activate(config, {"calibrator": calibrator}))
         model = opened.enter_context(loaded(path))
-        tokens = None if text is None else np.array(model.tokenize(text, False, False), np.int32)
+        tokens = None if text is None else tokens_of(text, model)
         bar = opened.enter_context(progress_bar("calibrating", "token", _N_TOKENS))
         return calibrator.calibrate(
             model.model, operands, tokens, shares=shares, n_tokens=_N_TOKENS, progress=bar.update

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, TensorInfo
+from llmaas_plugins.cli.given_text import packaged_tokens, tokens_of
 from llmaas_plugins.cli.models import evaluator_of
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.cli.own_text import SEED
@@ -75,12 +76,8 @@ def share_rows(windows: NDArray[np.int32], *, is_own: bool) -> list[Tokens]:
 
 def packaged_windows(model: Any, evaluator: Evaluator) -> list[Tokens]:
     """Return windows of the packaged texts of several kinds, the half of ``_N_TOKENS``."""
-    from llmaas_plugins.elastic.calibration import packaged_texts
-
-    texts = list(packaged_texts().values())
-    n = _N_TOKENS // 2 // len(texts)
-    found = [_tokens(model, each.encode())[:n] for each in texts]
-    return [window for each in found for window in evaluator.cut(each, _WINDOW)]
+    texts = packaged_tokens(model, _N_TOKENS // 2).values()
+    return [window for each in texts for window in evaluator.cut(each, _WINDOW)]
 
 
 def shares_on(
@@ -120,24 +117,27 @@ def shares_of(steps: NDArray[np.int32]) -> list[Share]:
 
 def kept_steps(
     path: Path,
-    model: Path,
-    rows: list[Tokens],
+    identity: Mapping[str, Any],
     n_operands: int,
-    measure: Callable[[list[Tokens]], NDArray[np.int32]],
+    measure: Callable[[], NDArray[np.int32]],
 ) -> NDArray[np.int32]:
-    """Return the steps that a file keeps for this model and text; else measure and keep them.
+    """Return the steps that a file keeps; else measure and keep them.
+
+    Args:
+        path: The file.
+        identity: Model and text that decide the shares, as JSON types.
+        n_operands: Number of operands.
+        measure: Function that measures the steps.
 
     Raises:
         StoreError: The file cannot be written.
     """
     from llmaas_plugins.elastic.checkpoint import Checkpoint, fingerprint_of
-    from llmaas_plugins.flash_weights.model_weights import digest_of
 
-    identity = {"model": digest_of(model), "text": [row.tolist() for row in rows]}
     kept = Checkpoint(path, fingerprint_of(identity))
     found = kept.get("steps")
     if found is None or not _may_be_steps(found, n_operands):
-        found = measure(rows)
+        found = measure()
         kept.keep({"steps": found})
         kept.save()
     return found
@@ -164,13 +164,7 @@ def _say_equal(reason: str) -> None:
 
 def _windows(model: Any, evaluator: Evaluator, text: bytes | None) -> list[Tokens]:
     if text is not None:
-        return list(evaluator.chosen(_tokens(model, text), _N_TOKENS))
+        return list(evaluator.chosen(tokens_of(text, model), _N_TOKENS))
     with progress_bar("writing text", "token", n := _N_TOKENS // 2) as bar:
         own = evaluator.say(n, SEED, bar.update)
     return [*evaluator.cut(own, _WINDOW), *packaged_windows(model, evaluator)]
-
-
-def _tokens(model: Any, content: bytes) -> Tokens:
-    import numpy as np
-
-    return np.array(model.tokenize(content, False, False), np.int32)

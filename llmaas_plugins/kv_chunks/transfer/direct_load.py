@@ -75,7 +75,8 @@ def _run_shared(threads: Executor, work: Callable[[int], int], order: Sequence[i
     def run_beside(future: Future[None]) -> None:
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(run(left.popleft))
+                run(left.popleft)
+                future.set_result(None)
             except BaseException as error:  # pass everything, even Ctrl-C, to the waiting thread
                 future.set_exception(error)
 

@@ -1,0 +1,26 @@
+"""Tokens of texts that a model did not write: texts that were given, and packaged ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmaas_hooks import Tokens
+
+__all__ = ["packaged_tokens", "tokens_of"]
+
+
+def tokens_of(content: bytes, model: Any) -> Tokens:
+    """Return the tokens of a text."""
+    import numpy as np
+
+    return np.array(model.tokenize(content, False, False), np.int32)
+
+
+def packaged_tokens(model: Any, n_tokens: int) -> dict[str, Tokens]:
+    """Return tokens of the packaged texts by name: ``n_tokens`` in all, at least one of each."""
+    from llmaas_plugins.elastic.calibration import packaged_texts
+
+    texts = packaged_texts()
+    n_each = max(n_tokens // len(texts), 1)
+    return {name: tokens_of(text.encode(), model)[:n_each] for name, text in texts.items()}
