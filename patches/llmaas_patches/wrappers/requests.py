@@ -59,11 +59,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         end = _register(host, llama, tokens, run)
         engine, clock = end.engine, run.clock
         try:
-            first_output = _begin(host, end)
-            # `Llama.reset`, which comes first, gives the records to the scope's app
-            outputs, drops = engine.giving_outputs(first_output), engine.recording_drops()
-            with outputs, drops, request_scope.entered(run.scope):
-                token = next(inner, None)
+            token = _first_token(engine, inner, run, _begin(host, end))
             engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
             while token is not None:
                 clock.token()
@@ -80,7 +76,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         finally:
             inner.close()
             if not host.collecting.here():  # otherwise the next request ends it
-                end.finish()
+                engine.end(end)
                 engine.free_parked_at_end()
 
     return generate
@@ -183,6 +179,16 @@ def _begin(host: Host, end: _End) -> int | None:
     run.clock.prepared()
     end.saves = True
     return first_output
+
+
+def _first_token(
+    engine: LlamaEngine, inner: _Tokens, run: _Run, first_output: int | None
+) -> int | None:
+    """Evaluate the prompt; return the first token, or None if the generator gives none."""
+    outputs, drops = engine.giving_outputs(first_output), engine.recording_drops()
+    # `Llama.reset`, which comes first, gives the records to the scope's app
+    with outputs, drops, request_scope.entered(run.scope):
+        return next(inner, None)
 
 
 def _prepare(
@@ -302,10 +308,12 @@ class _End:
 
     def _save(self) -> None:
         engine = self.engine
-        if self.n_held and _can_save(engine):
+        if not _can_save(engine):
+            return
+        if self.n_held:
             engine.drop_unsaid(self.n_held)
         is_own = engine.resident_app == self.request.app  # another app may have reset it since
-        if is_own and not self._is_disowned and _can_save(engine):
+        if is_own and not self._is_disowned:
             self._host.hooks.kv_save(self.request, engine.reusable_tokens())
 
 
@@ -323,9 +331,10 @@ def _can_save(engine: LlamaEngine) -> bool:
 
     The app may have closed ``Llama`` before its generator, dropped both, or used the engine itself.
     """
-    if not engine.is_alive or engine.llama.ctx is None:
+    if not engine.is_alive:
         return False
-    return engine.llama.n_tokens <= engine.n_explained
+    llama = engine.llama
+    return llama.ctx is not None and llama.n_tokens <= engine.n_explained
 
 
 def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:
