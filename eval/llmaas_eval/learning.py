@@ -18,9 +18,9 @@ from llmaas_eval.data import (
 from llmaas_eval.elastic.texts import Windows, windows_of
 from llmaas_eval.results import about
 
-__all__ = ["has_torch", "record", "texts"]
+__all__ = ["has_torch", "record", "texts_by_kind", "training_text"]
 
-_N_TOKENS, _CHARACTERS = 512, 6
+_N_TOKENS, _CHARACTERS, _N_QUICK = 512, 6, 4
 _KINDS = (
     "the training text's kind", "novels", "news", "service dialogs", "instructions with answers",
 )  # fmt: skip
@@ -44,17 +44,31 @@ def record() -> dict[str, Any]:
     return found
 
 
-def texts(args: argparse.Namespace, model: Path) -> tuple[Windows, Mapping[str, Windows]]:
-    """Return windows to learn from, and windows to judge by, by kind of text.
+def training_text(args: argparse.Namespace, model: Path) -> Windows:
+    """Return windows to learn from.
 
     Args:
-        args: Options ``quick``, ``data``, ``tokens`` and ``windows``.
+        args: Options ``quick``, ``data`` and ``tokens``.
         model: GGUF file with the vocabulary.
     """
     if args.quick:
-        windows = windows_of(model, packaged_documents(), 6, 64)
-        return windows[:4], {"packaged chats": windows[4:]}
-    training = read_documents(args.data / TRAINING_TEXT, _CHARACTERS * args.tokens)
+        return _quick(model)[:_N_QUICK]
+    documents = read_documents(args.data / TRAINING_TEXT, _CHARACTERS * args.tokens)
+    return windows_of(model, documents, args.tokens, _N_TOKENS)
+
+
+def texts_by_kind(args: argparse.Namespace, model: Path) -> Mapping[str, Windows]:
+    """Return windows to judge by, by kind of text.
+
+    Args:
+        args: Options ``quick``, ``data`` and ``windows``.
+        model: GGUF file with the vocabulary.
+    """
+    if args.quick:
+        return {"packaged chats": _quick(model)[_N_QUICK:]}
     found = documents_by_kind(args.data)
-    kinds = {kind: windows_of(model, found[kind], args.windows, _N_TOKENS) for kind in _KINDS}
-    return windows_of(model, training, args.tokens, _N_TOKENS), kinds
+    return {kind: windows_of(model, found[kind], args.windows, _N_TOKENS) for kind in _KINDS}
+
+
+def _quick(model: Path) -> Windows:
+    return windows_of(model, packaged_documents(), 6, 64)

@@ -116,3 +116,11 @@ def test_a_finished_file_is_judged_in_the_engine_too(reference_model, tmp_path, 
     assert np.mean(rows[0.8]["file"]) > np.mean(rows[0.8]["whole"])
     lines = report(document).splitlines()[2:]
     assert [line.split(" | ")[1] for line in lines] == ["40 %", "50 %", "60 %", "70 %", "80 %"]
+
+
+def test_a_finished_file_that_is_missing_is_refused(reference_model, tmp_path, capsys):
+    model = tmp_path / "model.gguf"
+    model.symlink_to(reference_model)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", str(model), "--quick", "--finished"])
+    assert str(model.with_suffix(".channels")) in capsys.readouterr().err

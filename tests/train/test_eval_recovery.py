@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import lzma
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from elastic_models import shuffled
 from gguf import GGMLQuantizationType
 
+from llmaas_eval import data
+from llmaas_eval.elastic.scores import random_scores
 from llmaas_eval.families import write_family
+from llmaas_eval.recovery import llm_pruner
 from llmaas_eval.recovery.report import TABLES, closure, report
 from llmaas_plugins.elastic.metadata import read_elastic
+from llmaas_plugins.elastic.scores import scores_path, write_scores
+from llmaas_plugins.elastic.units import blocks_of
 
 torch = pytest.importorskip("torch", reason="make test-train installs it")
 arms = pytest.importorskip("llmaas_eval.recovery.arms")
@@ -126,3 +134,52 @@ def test_closure_is_the_share_of_the_gap_that_is_won_back():
     assert found.value == pytest.approx(0.5)
     assert found.low <= 0.5 <= found.high
     assert closure(base, {"loss": [2.0], "whole": [2.0]}) is None
+
+
+def row_of(level, arm, n_tokens, loss, kind="own"):
+    """Return a row of the study, on two windows."""
+    losses = [loss, loss + 0.1]
+    names = {"level": level, "arm": arm, "n_tokens": n_tokens, "kind": kind}
+    return names | {"loss": losses, "whole": [2.0, 2.1], "kl": [loss - 2, loss - 2]}
+
+
+def test_runs_of_an_arm_with_more_tokens_have_lines_of_their_own():
+    first = {"rows": [row_of(0.5, "none", 0, 3.0), row_of(0.5, "KL", 256, 2.6)]}
+    table = TABLES["elastic-recovery"]([first, {"rows": [row_of(0.5, "KL", 1024, 2.5)]}])
+    assert [line[1:3] + line[4:] for line in table.rows] == [
+        ["none", "0", ""], ["KL", "256", "40 %"], ["KL", "1,024", "50 %"],
+    ]  # fmt: skip
+
+
+def test_orders_are_compared_by_the_arms_of_both():
+    ours = [row_of(0.5, "none", 0, 3.0), row_of(0.5, "KL", 256, 2.6), row_of(0.5, "more", 256, 2)]
+    theirs = [row_of(0.5, "none", 0, 4.0), row_of(0.5, "KL", 256, 3.0)]
+    table = TABLES["elastic-recovery-orders"](
+        [{"order": "fluctuation", "rows": ours}, {"order": "LLM-Pruner", "rows": theirs}]
+    )
+    assert [list(line) for line in table.rows] == [
+        ["50 %", "fluctuation", "none", "1.000", "2.72"],
+        ["50 %", "LLM-Pruner", "none", "2.000", "7.39"],
+        ["50 %", "fluctuation", "KL", "0.600", "1.82"],
+        ["50 %", "LLM-Pruner", "KL", "1.000", "2.72"],
+    ]
+
+
+def test_a_file_has_the_order_of_llm_pruner(tmp_path, capsys):
+    model = write_family("llama", tmp_path / "model.gguf", weights=GGMLQuantizationType.F32)
+    training = tmp_path / "data" / data.TRAINING_TEXT
+    training.parent.mkdir(parents=True)
+    text = "User: hello there, how are you?\nAssistant: fine.\n"
+    training.write_bytes(lzma.compress(text.encode() * 4000))
+    options = ["--model", str(model), "--out", str(tmp_path / "out.gguf")]
+    options += ["--data", str(tmp_path / "data")]
+    with pytest.raises(SystemExit, match="2"):
+        llm_pruner.main(options)
+    assert "llmaas elastic score" in capsys.readouterr().err
+    own = random_scores(blocks_of(model), 0)
+    layers = np.arange(len(own.groups), dtype=np.float64)
+    write_scores(scores_path(model), replace(own, layers=layers), model)
+    assert llm_pruner.main(options) == 0
+    found = read_elastic(tmp_path / "out.gguf")
+    assert found.calibration.method == "LLM-Pruner"
+    assert list(found.tables) == ["uniform"]

@@ -13,10 +13,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from llmaas_eval.data import DATA
 from llmaas_eval.distillation.report import report
-from llmaas_eval.learning import has_torch, record, texts
+from llmaas_eval.learning import has_torch, record, texts_by_kind, training_text
 from llmaas_patches.native.packing import model_tensors
 
 __all__ = ["main"]
@@ -26,24 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the study and print its tables or JSON; return the exit status."""
     if not has_torch():
         return 2
-    from llmaas_eval.distillation.finished import finished
-    from llmaas_eval.distillation.study import USED, Material, study
-    from llmaas_plugins.training.distillation import N_PROMPT, SparseRecipe
-
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        training, kinds = texts(args, args.model)
+        document = record() | _measured(args)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    n_prompt = min(N_PROMPT, training.shape[1] // 4)
-    if args.finished:
-        document = record() | {"finished": finished(args.model, kinds, USED, n_prompt)}
-    else:
-        recipe = SparseRecipe(args.tokens, n_prompt=n_prompt)
-        tensors = model_tensors(args.model)
-        rows = study(Material(args.model, tensors, training, kinds, recipe, args.out), args.arms)
-        document = record() | {"n_tokens": args.tokens, "rows": rows}
     sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
     return 0
 
@@ -72,3 +61,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--quick", action="store_true", help="read a few windows of packaged text, as a check only")
     return parser
+
+
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    from llmaas_eval.distillation.finished import finished
+    from llmaas_eval.distillation.study import USED, Material, study
+    from llmaas_plugins.training.distillation import N_PROMPT, SparseRecipe
+
+    kinds = texts_by_kind(args, args.model)
+    n_prompt = min(N_PROMPT, next(iter(kinds.values())).shape[1] // 4)
+    if args.finished:
+        return {"finished": finished(args.model, kinds, USED, n_prompt)}
+    training, tensors = training_text(args, args.model), model_tensors(args.model)
+    recipe = SparseRecipe(args.tokens, n_prompt=n_prompt)
+    rows = study(Material(args.model, tensors, training, kinds, recipe, args.out), args.arms)
+    return {"n_tokens": args.tokens, "rows": rows}

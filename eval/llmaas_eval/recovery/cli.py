@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmaas_eval.data import DATA
-from llmaas_eval.learning import has_torch, record, texts
+from llmaas_eval.learning import has_torch, record, texts_by_kind, training_text
 from llmaas_eval.recovery.report import report
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 
@@ -80,12 +80,17 @@ def _measured(args: argparse.Namespace, elastic: Elastic) -> dict[str, Any]:
         raise ValueError(f"{args.prepared} has biases: prepare it without `--compensate`")
     if table not in elastic.tables or unknown:
         raise ValueError(f"{args.prepared} has no table {table!r}, or no levels {unknown}")
-    training, kinds = texts(args, args.prepared)
+    training, kinds = training_text(args, args.prepared), texts_by_kind(args, args.prepared)
     recipe = Recipe(args.tokens, args.rank)
     rows = study(
         Material(args.prepared, elastic, table, training, kinds, recipe, args.out),
         args.arms,
         levels,
     )
-    settings = {"table": table, "rank": args.rank, "n_tokens": args.tokens}
+    settings = {
+        "table": table,
+        "order": elastic.calibration.method,
+        "rank": args.rank,
+        "n_tokens": args.tokens,
+    }
     return record() | settings | {"rows": rows}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmaas_eval.stats import Interval, ratio_of_means
-from llmaas_eval.tables import Maker, NoRowsError, Output, Table, between, number
+from llmaas_eval.tables import Maker, NoRowsError, Output, Table, between, number, percent
 
 __all__ = ["TABLES", "closure", "report"]
 
@@ -54,7 +54,7 @@ def _table(rows: Sequence[Mapping[str, Any]], kind: str) -> Table:
         share = None if base is None or row is base else closure(row, base)
         lines.append(
             [
-                f"{row['level']:.0%}".replace("%", " %"),
+                percent(row["level"]),
                 row["arm"],
                 f"{row['n_tokens']:,}",
                 number(float(np.mean(row["kl"])), 4),
@@ -73,15 +73,14 @@ def _recovery(outputs: Sequence[Output]) -> Table:
     if not rows:
         raise NoRowsError("no rows of recovery")
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    found = {(row["level"], row["arm"], row["kind"]): row for row in rows}
+    found = {_key(row): row for row in rows}
     lines = []
-    asked = dict.fromkeys((row["level"], row["arm"]) for row in rows)
-    for level, arm in sorted(asked, key=lambda each: -each[0]):
-        row = found[level, arm, kinds[0]]
-        cells = [f"{level:.0%}".replace("%", " %"), arm, f"{row['n_tokens']:,}"]
-        cells.append(number(float(np.mean(row["kl"])), 3))
+    asked = dict.fromkeys(_key(row)[:3] for row in rows)
+    for level, arm, n_tokens in sorted(asked, key=lambda each: -each[0]):
+        row = found[level, arm, n_tokens, kinds[0]]
+        cells = [percent(level), arm, f"{n_tokens:,}", number(float(np.mean(row["kl"])), 3)]
         for kind in kinds:
-            base, mine = found.get((level, NONE, kind)), found[level, arm, kind]
+            base, mine = found.get((level, NONE, 0, kind)), found[level, arm, n_tokens, kind]
             share = None if base is None or arm == NONE else closure(mine, base)
             cells.append("" if share is None else f"{100 * share.value:.0f} %")
         lines.append(cells)
@@ -89,4 +88,31 @@ def _recovery(outputs: Sequence[Output]) -> Table:
     return Table(heads, lines, "rlrr" + "r" * len(kinds))
 
 
-TABLES: Mapping[str, Maker] = {"elastic-recovery": _recovery}
+def _orders(outputs: Sequence[Output]) -> Table:
+    """Compare files whose units have different orders, by the arms that all of them have."""
+    rows = [(output["order"], row) for output in outputs for row in output["rows"]]
+    kinds = list(dict.fromkeys(row["kind"] for _, row in rows))
+    found = {(order, *_key(row)): row for order, row in rows}
+    orders = dict.fromkeys(order for order, _ in rows)
+    asked = dict.fromkeys(_key(row)[:3] for _, row in rows)
+    lines = []
+    for key in sorted(asked, key=lambda each: -each[0]):
+        if not all((order, *key, kinds[0]) in found for order in orders):
+            continue
+        for order in orders:
+            mine = [found[order, *key, kind] for kind in kinds]
+            cells = [percent(key[0]), order, key[1], number(float(np.mean(mine[0]["kl"])), 3)]
+            more = [math.exp(np.mean(row["loss"]) - np.mean(row["whole"])) for row in mine]
+            lines.append([*cells, *(number(each) for each in more)])
+    heads = ["level", "order", "recovery", f"KL, {kinds[0]}", *kinds]
+    return Table(heads, lines, "rllr" + "r" * len(kinds))
+
+
+def _key(row: Mapping[str, Any]) -> tuple[float, str, int, str]:
+    return row["level"], row["arm"], row["n_tokens"], row["kind"]
+
+
+TABLES: Mapping[str, Maker] = {
+    "elastic-recovery": _recovery,
+    "elastic-recovery-orders": _orders,
+}
