@@ -1,4 +1,4 @@
-"""Table of ``bench_elastic``."""
+"""Tables of ``bench_elastic``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmaas_eval.benchmarks import figures, grouped
-from llmaas_eval.tables import Maker, Output, Table, parse_interval, percent
+from llmaas_eval.tables import Maker, Output, Table, between, parse_interval, percent
 from llmaas_plugins.elastic.uniform import LEVELS
 
 __all__ = ["TABLES"]
@@ -18,6 +18,7 @@ _BATCHES = {
     "512 tokens, 2 threads": (512, 2),
 }
 _WITH_INTERVAL = (512, 2)
+_ADAPTED: Mapping[str | int, str] = {"token": "token", 256: "256 tokens"}
 
 
 def _levels(outputs: Sequence[Output]) -> Table:
@@ -50,4 +51,23 @@ def _block_time(info: Mapping[str, Any], level: float, batch: tuple[object, int]
     return f"{share:.3f}{interval}"
 
 
-TABLES: Mapping[str, Maker] = {"elastic-time": _levels}
+def _adapters(outputs: Sequence[Output]) -> Table:
+    """Show the milliseconds of a level, and how much longer it takes with adapters."""
+    found = figures(outputs, "bench_elastic::bench_adapters", "what")
+    lines = []
+    for level in LEVELS:
+        infos = [found[(what,)].get(f"{level:.0%}") for what in _ADAPTED]
+        if None in infos:
+            continue
+        cells = []
+        for info in infos:
+            cells.append(_ms(info) + " ms")
+            cells += [between(parse_interval(info[way]), 3) for way in ("adapters", "llama.cpp's")]
+        lines.append([percent(level), *cells])
+    heads = ["level"]
+    for head in _ADAPTED.values():
+        heads += [head, "with adapters", "llama.cpp's"]
+    return Table(heads, lines, "l".ljust(len(heads), "r"))
+
+
+TABLES: Mapping[str, Maker] = {"elastic-time": _levels, "elastic-adapters": _adapters}

@@ -190,6 +190,18 @@ def test_levels():
     assert made("elastic-time", document(*runs)) == rows
 
 
+def test_adapters():
+    rows, runs = committed_rows("elastic-adapters"), []
+    for what, first in (("token", 1), (256, 4)):
+        info = {}
+        for row in rows:
+            ms, ours, theirs = row[first : first + 3]
+            ways = {"adapters": three(ours), "llama.cpp's": three(theirs)}
+            info[row[0].replace(" ", "")] = {"ms": three(f"{ms} {ms} {ms}"), **ways}
+        runs.append(bench("bench_elastic::bench_adapters", info, what=what))
+    assert made("elastic-adapters", document(*runs)) == rows
+
+
 def test_budgets():
     *rows, fits = committed_rows("flash-budgets")
     runs = [bench("bench_flash::bench_exact", {}, model="moe", share=0.5)]
