@@ -30,7 +30,7 @@ def made(tmp_path_factory):
     """Return a model with both files, made by the command."""
     path = tmp_path_factory.mktemp("flash") / "model.gguf"
     write_random_model(path, SHAPE_TINY, GGMLQuantizationType.Q8_0)
-    assert main(["flash", "pack", "--sparse", str(path)]) == 0
+    assert main(["flash", "pack", "--sparse", "--equal-shares", str(path)]) == 0
     return path
 
 
@@ -62,7 +62,7 @@ def test_both_files_are_made_and_nothing_else(made, capsys):
 
 def test_a_packed_file_that_is_good_is_left_as_it_is(model, capsys):
     before, columns = packed_path(model).stat(), channel_path(model).read_bytes()
-    status, out, _ = run(capsys, "pack", "--sparse", model)
+    status, out, _ = run(capsys, "pack", "--sparse", "--equal-shares", model)
     assert status == 0
     assert packed_path(model).stat().st_ino == before.st_ino
     assert str(channel_path(model)) in out
@@ -79,7 +79,7 @@ def test_a_packed_file_that_is_not_is_made_again(model, capsys, damage):
         packed_path(model).write_bytes(b"broken")
     else:
         flip(model, model.stat().st_size - 100)
-    status, out, _ = run(capsys, "pack", "--sparse", model)
+    status, out, _ = run(capsys, "pack", "--sparse", "--equal-shares", model)
     assert status == 0
     assert str(packed_path(model)) in out
     assert (packed_path(model).read_bytes() == expected) == (damage != "stale")
@@ -89,7 +89,7 @@ def test_a_packed_file_that_is_not_is_made_again(model, capsys, damage):
 def test_layers_are_grouped_and_a_text_decides(model, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_bytes(b"To be, or not to be, that is the question. \xff" * 40)
-    command = ["pack", "--sparse", "--group-layers", "3", "--text", text, model]
+    command = ["pack", "--sparse", "--equal-shares", "--group-layers", "3", "--text", text, model]
     before = open_channels(channel_path(model), model, tensors_of(model)).operands
     assert run(capsys, *command)[0] == 0
     found = open_channels(channel_path(model), model, tensors_of(model))

@@ -29,7 +29,8 @@ def made(tmp_path_factory):
     write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("llmaas_plugins.cli.flash.pack._N_TOKENS", 64)
-        assert main(["flash", "pack", "--sparse", "--group-layers", "2", str(path)]) == 0
+        command = ["flash", "pack", "--sparse", "--equal-shares", "--group-layers", "2", str(path)]
+        assert main(command) == 0
     return path
 
 

@@ -71,6 +71,7 @@ def sparse(reference_model, shared):
         path = shutil.copyfile(reference_model, folder / "model.gguf")
         text = path.with_suffix(".txt")
         text.write_text("\n".join(line for lines in packaged_lines() for line in lines))
-        assert main(["flash", "pack", "--sparse", "--text", str(text), str(path)]) == 0
+        command = ["flash", "pack", "--sparse", "--equal-shares", "--text", str(text), str(path)]
+        assert main(command) == 0
 
     return shared("sparse", fill) / "model.gguf"

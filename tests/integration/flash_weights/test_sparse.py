@@ -24,8 +24,8 @@ def grouped(sparse, shared):
     def fill(folder):
         path, text = folder / "model.gguf", sparse.with_suffix(".txt")
         shutil.copyfile(sparse, path)
-        command = ["flash", "pack", "--sparse", "--group-layers", "2", "--text", str(text)]
-        assert main([*command, str(path)]) == 0
+        command = ["flash", "pack", "--sparse", "--equal-shares", "--group-layers", "2"]
+        assert main([*command, "--text", str(text), str(path)]) == 0
 
     return shared("sparse grouped", fill) / "model.gguf"
 
