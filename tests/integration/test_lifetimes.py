@@ -332,6 +332,7 @@ def test_a_finalizer_that_would_wait_for_a_save_is_refused(patched, reference_mo
     llama.close()
 
 
+@pytest.mark.slow
 def test_children_of_a_parent_that_activates_have_all_or_nothing(tmp_path):
     """A thread activates and deactivates all the time; its children do the same, and answer."""
     run(

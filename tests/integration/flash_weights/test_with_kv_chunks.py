@@ -50,6 +50,7 @@ def cells(shared):
     return shared("large cells", fill) / "model.gguf"
 
 
+@pytest.mark.slow
 def test_chunks_stay_within_the_budget_beside_a_model_in_memory(cells):
     """They leave RAM for the app and for a lower budget, and are read from disk afterwards."""
     script = """
@@ -137,6 +138,7 @@ print(json.dumps([budget, peaks, filled, kept, second, errors, lines]))
     assert not [line for line in lines if "cannot be met" in line]
 
 
+@pytest.mark.slow
 def test_a_model_loads_if_chunks_can_give_back_enough_for_it(cells):
     """The larger needs of the shortest usual context, with a full batch, do not count."""
     script = """
@@ -195,6 +197,7 @@ print(json.dumps([short, told, after, errors]))
     assert errors == {}
 
 
+@pytest.mark.slow
 def test_spare_cells_leave_room_for_chunks_until_contexts_are_parked(cells):
     """The 64 MiB of spare cells take no memory yet, and ask for it before they do."""
     script = """
