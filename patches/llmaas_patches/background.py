@@ -44,9 +44,6 @@ class _Flag:
         with suppress(RuntimeError):  # set before
             self._lock.release()
 
-    def is_set(self) -> bool:
-        return self._is_set
-
     def wait(self) -> None:
         while not self._is_set:
             # another waiter that was interrupted may keep the lock, so look again from time to time
@@ -62,15 +59,19 @@ class _Job:
         run: Function that does the work.
         is_free: Whether the job frees a context; such a job is never dropped.
         done: Flag that is set when the job has ended.
+        is_queued: Whether the job is surely in the queue; it may be there twice.
+        turns: One entry, which the thread takes that runs the job.
     """
 
-    __slots__ = ("done", "handles", "is_free", "run")
+    __slots__ = ("done", "handles", "is_free", "is_queued", "run", "turns")
 
     def __init__(self, handles: tuple[int, ...], run: Callable[[], None], *, is_free: bool) -> None:
         self.handles = handles
         self.run = run
         self.is_free = is_free
         self.done = _Flag()
+        self.is_queued = False
+        self.turns = [True]
 
 
 class BackgroundWork(forks.Forked):
@@ -114,9 +115,9 @@ class BackgroundWork(forks.Forked):
         try:
             for handle in handles:
                 self.pending[handle] = made
-            self._jobs.put(made)
+            self._queue(made)
         except BaseException:  # Ctrl-C, maybe before the put; a job runs only once
-            self._jobs.put(made)
+            self._queue(made)
             raise
         if self._is_closed:
             self._drain()
@@ -181,9 +182,15 @@ class BackgroundWork(forks.Forked):
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _queue(self, job: _Job) -> None:
+        self._jobs.put(job)
+        job.is_queued = True
+
     def _wait(self, job: _Job) -> None:
         if threading.get_ident() in self._workers:
             return
+        if not job.is_queued:  # a signal handler waits, which came before the put that it waits for
+            self._queue(job)
         if not self._start():
             self._drain()
         job.done.wait()
@@ -226,7 +233,9 @@ class BackgroundWork(forks.Forked):
                     self._run(job)
 
     def _run(self, job: _Job) -> None:
-        if job.done.is_set():
+        try:
+            job.turns.pop()
+        except IndexError:  # the job was queued twice
             return
         here = threading.get_ident()
         is_outermost = here not in self._workers

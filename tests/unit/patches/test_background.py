@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import time
 
@@ -69,6 +70,36 @@ def test_ctrl_c_anywhere_in_the_first_defer_leaves_a_thread_that_works():
         waits.join(10)
         assert not waits.is_alive(), interruption.where
         background.close()
+
+
+def test_a_signal_handler_may_wait_for_the_job_that_is_being_queued(background):
+    """The signal comes when callers wait for the job already, but before it is in the queue."""
+    jobs, done, waited = background._jobs, [], []
+
+    class Signaled:
+        def put(self, job):
+            if not waited:
+                waited.append(True)
+                signal.raise_signal(signal.SIGUSR1)
+            jobs.put(job)
+
+        def __getattr__(self, name):
+            return getattr(jobs, name)
+
+    def handler(*_):
+        background.settle(1)
+        waited.append(list(done))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    background._jobs = Signaled()
+    try:
+        background.defer((1,), lambda: done.append(1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        background._jobs = jobs
+    background.close()
+    assert waited == [True, [1]]
+    assert done == [1]
 
 
 def test_settle_of_another_engine_does_not_wait(background):
