@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from llmaas_hooks import Tokens
+from llmaas_hooks import ConfigError, Tokens
 from llmaas_plugins.elastic.torch_model import Weights
 from llmaas_plugins.flash_weights.operands import FAMILIES, Operand
 from llmaas_plugins.flash_weights.shares import GRID
@@ -44,6 +44,9 @@ def loss_growth(
         windows: Windows of text, each ``(n_tokens,)``.
         operands: Activations whose values can be left out.
         progress: Called with the share that is done, up to 1.
+
+    Raises:
+        ConfigError: The model's outputs are not finite.
     """
     growth = {operand: np.zeros(len(GRID)) for operand in operands}
     chance = torch.Generator().manual_seed(0)
@@ -51,6 +54,11 @@ def loss_growth(
     n_done, n_layers = 0, model.blocks.n_layers
     for some in _batches(model, windows):
         inputs, outputs = _forward(model, some)
+        if not all(bool(each.isfinite().all()) for each in outputs):
+            raise ConfigError(
+                "the shares cannot be measured: some of the model's outputs are not finite. Is the "
+                "file damaged?"
+            )
         slopes = [
             model.loss_gradient(each[0], _drawn(model, each[0], chance))[None] for each in outputs
         ]

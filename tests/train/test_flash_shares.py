@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from flash_models import tensors_of
+from gguf import GGUFReader
 
 from llmaas_plugins.cli.flash import pack, sharing
 from llmaas_plugins.cli.main import main
@@ -68,3 +69,25 @@ def test_a_model_that_torch_cannot_compute_has_equal_shares(model, monkeypatch, 
     monkeypatch.setattr(student, "Teacher", refuse)
     assert main(["flash", "pack", "--sparse", str(model)]) == 0
     assert "of each activation: architecture 'other' is unknown" in capsys.readouterr().out
+
+
+def test_memory_that_is_short_gives_equal_shares(model, monkeypatch, capsys):
+    from llmaas_plugins.training import device
+
+    monkeypatch.setattr(device, "free_bytes", lambda _device: 50 << 20)
+    assert main(["flash", "pack", "--sparse", str(model)]) == 0
+    out = capsys.readouterr().out
+    assert "of each activation: measuring shares needs about" in out
+    assert "of memory, but 50.0 MiB are available" in out
+    for share in shares_in(model).values():
+        assert np.array_equal(share, equal_share())
+
+
+def test_a_model_whose_outputs_are_not_finite_is_refused(model, capsys):
+    reader = GGUFReader(model, "r+")
+    data = next(each.data for each in reader.tensors if each.name == "blk.1.ffn_down.weight")
+    data[0, :2] = np.array([np.nan], np.float16).view(np.uint8)  # scale of the first block
+    reader.data.flush()
+    assert main(["flash", "pack", "--sparse", str(model)]) == 2
+    assert "not finite. Is the file damaged?" in capsys.readouterr().err
+    assert not channel_path(model).exists()

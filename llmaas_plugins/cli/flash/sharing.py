@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import ConfigError, TensorInfo
 from llmaas_plugins.cli.given_text import packaged_tokens, tokens_of
 from llmaas_plugins.cli.models import evaluator_of
-from llmaas_plugins.cli.output import progress_bar
+from llmaas_plugins.cli.output import progress_bar, size_text
 from llmaas_plugins.cli.own_text import SEED
 
 if TYPE_CHECKING:
@@ -52,12 +52,20 @@ def measured_shares(
     if find_spec("torch") is None:
         _say_equal("torch is not installed: pip install 'llmaas-plugins[train]'")
         return None
+    from llmaas_plugins.training.device import free_bytes, learning_device
     from llmaas_plugins.training.student import Teacher
 
     try:
         teacher = Teacher(model, is_kept=False)
     except ConfigError as error:
         _say_equal(str(error))
+        return None
+    needed, available = _needed_bytes(model, teacher), free_bytes(learning_device())
+    if needed > available:
+        _say_equal(
+            f"measuring shares needs about {size_text(needed)} of memory, but "
+            f"{size_text(available)} are available"
+        )
         return None
     with evaluator_of(model) as (opened, evaluator):
         windows = _windows(opened, evaluator, text)
@@ -144,6 +152,21 @@ def kept_steps(
 
 
 # -- internals -----------------------------------------------------------------------------------
+
+
+def _needed_bytes(model: Path, teacher: Teacher) -> int:
+    """Return about how much memory it takes to measure shares, with what the process has."""
+    from llmaas_plugins.training.costs import weights_bytes
+    from llmaas_plugins.training.distillation import SparseRecipe
+    from llmaas_plugins.training.distillation_costs import distillation_bytes
+
+    recipe = SparseRecipe(_WINDOW, n_rows=1)  # a window at a time, but nothing learns
+    whole = weights_bytes(model)
+    step = distillation_bytes(
+        whole, teacher.blocks, 0, teacher.n_vocab, recipe, _WINDOW, is_kept=False
+    )
+    kept = 4 * (teacher.blocks.n_layers + 1) * teacher.blocks.n_embd * _N_TOKENS
+    return step + kept
 
 
 def _may_be_steps(steps: NDArray[Any], n_operands: int) -> bool:
