@@ -149,9 +149,11 @@ class HookManager:
 
     def evaluated(self, step: DecodeStep) -> None:
         """Fire ``llmaas_prefill`` if a batch has several tokens, and ``llmaas_decode``."""
-        if step.n_tokens > 1:
-            self.prefill(step)
-        self.decode(step)
+        try:
+            if step.n_tokens > 1:
+                self.prefill(step)
+        finally:  # a failure does not keep plugins from being called
+            self.decode(step)
 
     def prefill(self, step: DecodeStep) -> None:
         """Fire ``llmaas_prefill``."""
@@ -226,7 +228,12 @@ class HookManager:
                 stack.callback(self._shut_down, implementation)
 
     def handle(self, error: PluginError) -> None:
-        """Raise ``error`` or log it, depending on ``on_error``."""
+        """Raise ``error`` or log it, depending on ``on_error``.
+
+        An error that comes only from the suite's end is neither raised nor logged.
+        """
+        if self._is_by_the_end(error.__cause__):
+            return
         if self._is_raised(error):
             self._failures.count(error)
             raise error
@@ -252,6 +259,10 @@ class HookManager:
                 self._failures.log(PluginError(plugin, f"{hook} (deferred)", error))
 
         return run
+
+    def _is_by_the_end(self, error: BaseException | None) -> bool:
+        """Return whether an app's thread is still generating, and a plugin's engine has ended."""
+        return self.is_ending and isinstance(error, ReferenceError)
 
     def _is_raised(self, error: PluginError) -> bool:
         """Return whether the app gets ``error``; it always gets an unmet memory budget."""
@@ -294,8 +305,8 @@ class HookManager:
             try:
                 results[implementation.plugin] = implementation(arguments)
             except Exception as error:
-                if self.is_ending and isinstance(error, ReferenceError):
-                    continue  # an app's thread is still generating, and the plugin's engine ended
+                if self._is_by_the_end(error):
+                    continue
                 named = PluginError(implementation.plugin, hook, error)
                 if failed is None and (self._is_raised(named) if raises is None else raises):
                     self._failures.count(named)

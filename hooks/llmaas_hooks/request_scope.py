@@ -82,6 +82,7 @@ def serving_context(context_id: str | None, app: str | None = None) -> Iterator[
     """Name the persistent context and the app for the requests started inside the block.
 
     Raises:
+        TypeError: A name is no text.
         ValueError: A name cannot be stored: it has more than 65,536 bytes, or is no Unicode text.
     """
     for kind, name in (("context", context_id), ("app", app)):
@@ -92,6 +93,8 @@ def serving_context(context_id: str | None, app: str | None = None) -> Iterator[
 
 
 def _check_name(kind: str, name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{kind} name {name!r}: expected text, found {type(name).__name__}")
     try:
         n_bytes = len(name.encode())
     except UnicodeEncodeError as error:

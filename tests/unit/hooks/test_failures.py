@@ -142,8 +142,34 @@ def test_engines_that_ended_are_no_failure_at_the_end(is_ending):
         def llmaas_decode(self, step):
             raise ReferenceError("the suite was deactivated")
 
+        @hookimpl
+        def llmaas_kv_restore(self):
+            raise ReferenceError("the suite was deactivated")
+
     hooks = manager(late=Late())
     hooks.is_ending = is_ending
     with contextlib.nullcontext() if is_ending else pytest.raises(PluginError):
         hooks.decode(DecodeStep(1, 1, 0.0))
+    with pytest.raises(PluginError) as found:  # the caller drops the cells first
+        hooks.kv_restore(request())
+    with contextlib.nullcontext() if is_ending else pytest.raises(PluginError):
+        hooks.handle(found.value)
     assert bool(hooks.errors()) == (not is_ending)
+
+
+def test_a_failure_of_prefill_does_not_keep_plugins_from_the_decode():
+    steps = []
+
+    class Decodes:
+        @hookimpl
+        def llmaas_prefill(self, step):
+            raise OSError("full")
+
+        @hookimpl
+        def llmaas_decode(self, step):
+            steps.append(step)
+
+    step = DecodeStep(1, 2, 0.0)
+    with pytest.raises(PluginError, match="llmaas_prefill"):
+        manager(bad=Decodes()).evaluated(step)
+    assert steps == [step]

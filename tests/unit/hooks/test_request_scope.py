@@ -80,5 +80,7 @@ def test_name_that_no_store_can_keep_is_refused(name, message):
         pytest.fail("the block has begun")
     with pytest.raises(ValueError, match=r"^app name "), serving_context(None, name):
         pytest.fail("the block has begun")
+    with pytest.raises(TypeError, match=r"^app name b'x': expected text, found bytes"):
+        serving_context(None, b"x").__enter__()
     with serving_context("ü" * 32_768, ""):
         pass
