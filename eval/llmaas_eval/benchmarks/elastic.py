@@ -56,11 +56,12 @@ def _adapters(outputs: Sequence[Output]) -> Table:
     found = figures(outputs, "bench_elastic::bench_adapters", "what")
     lines = []
     for level in LEVELS:
-        infos = [found[(what,)].get(f"{level:.0%}") for what in _ADAPTED]
-        if None in infos:
+        name = f"{level:.0%}"
+        if not all(name in found[what,] for what in _ADAPTED):
             continue
         cells = []
-        for info in infos:
+        for what in _ADAPTED:
+            info = found[what,][name]
             cells.append(_ms(info) + " ms")
             cells += [between(parse_interval(info[way]), 3) for way in ("adapters", "llama.cpp's")]
         lines.append([percent(level), *cells])
