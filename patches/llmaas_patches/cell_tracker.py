@@ -253,6 +253,12 @@ class CellTracker:
         finally:
             self.n_calls -= 1
 
+    def forget_calls(self) -> None:
+        """Forget running calls and requests: they are another thread's, and this is a child."""
+        self.n_calls = 0
+        self.is_lent = self.is_evaluating = False
+        self.due = [end for end in self.due if end.is_paused]
+
     def free_at_end(self) -> None:
         """Free plugins' sequences if the plugins have ended and nothing uses the context."""
         is_used = self.n_calls > 0 or any(not end.is_paused for end in self.due)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from llama_cpp import Llama, LlamaState, llama_cpp
@@ -21,8 +23,10 @@ from llmaas_patches.native import native_host
 
 __all__ = ["Host"]
 
+_WRAPPERS = f"{__package__}.wrappers."
 
-class Host:
+
+class Host(forks.Forked):
     """Shared state of the wrappers of one activation.
 
     Attributes:
@@ -60,6 +64,17 @@ class Host:
         self.real_n_seq_max: Callable[[Any], int] = llama_cpp.llama_n_seq_max
         self._engines: weakref.WeakKeyDictionary[Llama, LlamaEngine] = weakref.WeakKeyDictionary()
         self._lock = forks.lock()
+        forks.watch(self)
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Forget calls and requests of other threads, which a child does not have.
+
+        A child that is forked inside a call, by a plugin or a signal handler, keeps all of them: it
+        cannot know which are its own.
+        """
+        if in_child and not _is_in_wrapper():
+            for tracker in list(self.trackers.values()):
+                tracker.forget_calls()
 
     def engine(self, llama: Llama) -> LlamaEngine:
         """Return the engine of ``llama``; create it if there is none or the context changed."""
@@ -193,3 +208,13 @@ def _tell(tracker: CellTracker | None, freed: Callable[[], None]) -> None:
             tracker.close()
     finally:
         freed()
+
+
+def _is_in_wrapper() -> bool:
+    """Return whether this thread is inside a call of the app's that a wrapper watches."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
+            return True
+        frame = frame.f_back
+    return False
