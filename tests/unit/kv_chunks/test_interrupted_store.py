@@ -85,6 +85,7 @@ def send_ctrl_c_in(monkeypatch, one, name, then=bool):
 # -- deletion -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_deletion_after_an_interrupted_one_is_complete(tmp_path):
     parts = chunk_store, chunk_writer, disk_tier, index
     for i, interruption in enumerate(interruptions(*parts, step=STEP)):
@@ -159,6 +160,7 @@ def test_no_transaction_stays_open(tmp_path):
 # -- writing, space -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_interrupted_flush_leaves_nothing_and_the_next_one_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(chunk_writer, "_BATCH_CHUNKS", 2)
     for i, interruption in enumerate(interruptions(chunk_writer, index, step=2 * STEP + 1)):
@@ -197,6 +199,7 @@ def test_ctrl_c_ends_a_flush_after_the_batch(kv, monkeypatch, ctrl_c):
     store.close()
 
 
+@pytest.mark.slow
 def test_chunks_that_do_not_fit_are_lost_after_an_interrupted_flush_too(monkeypatch, open_store):
     monkeypatch.setattr(chunk_writer, "_BATCH_CHUNKS", 1)
     for interruption in interruptions(chunk_writer, step=STEP):
