@@ -214,7 +214,7 @@ def _is_in_wrapper() -> bool:
     """Return whether this thread is inside a call of the app's that a wrapper watches."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
+        if str(frame.f_globals.get("__name__")).startswith(_WRAPPERS):
             return True
         frame = frame.f_back
     return False
