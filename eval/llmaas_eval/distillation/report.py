@@ -29,7 +29,7 @@ _NONE = "none"
 def report(document: Output) -> str:
     """Return the tables of each kind of text, or the table of a finished channel file."""
     if "finished" in document:
-        return _finished(document["finished"]).as_markdown()
+        return _finished([document]).as_markdown()
     rows = document["rows"]
     kinds = dict.fromkeys(row["kind"] for row in rows)
     parts = [f"{kind}:\n\n{_matrix(rows, kind).as_markdown()}" for kind in kinds]
@@ -89,8 +89,11 @@ def _other_kinds(outputs: Sequence[Output]) -> Table:
     return Table(["text", *table.columns], lines, f"l{table.align}")
 
 
-def _finished(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _finished(outputs: Sequence[Output]) -> Table:
     """Show a finished channel file, with the change that the engine's own computation makes."""
+    rows = [row for output in outputs for row in output["finished"]]
+    if not rows:
+        raise NoRowsError("no rows of a finished channel file")
     ways = list(rows[0]["engine"])
     heads = ["text", "sparsity", "whole model", "none", "channel file", "won back"]
     lines = [
@@ -134,4 +137,5 @@ TABLES: Mapping[str, Maker] = {
     "sparse-distillation": _own_kind,
     "sparse-distillation-kinds": _other_kinds,
     "sparse-distillation-q4_0": _own_kind,
+    "sparse-distillation-finished": _finished,
 }
