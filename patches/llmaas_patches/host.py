@@ -23,7 +23,7 @@ from llmaas_patches.native import native_host
 
 __all__ = ["Host"]
 
-_WRAPPERS = f"{__package__}.wrappers."
+_OURS = f"{__package__}."
 
 
 class Host(forks.Forked):
@@ -69,10 +69,10 @@ class Host(forks.Forked):
     def after_fork(self, *, in_child: bool) -> None:
         """Forget calls and requests of other threads, which a child does not have.
 
-        A child that is forked inside a call, by a plugin or a signal handler, keeps all of them: it
-        cannot know which are its own.
+        A child that is forked inside a call or a deferred job, by a plugin or a signal handler,
+        keeps all of them: it cannot know which are its own.
         """
-        if in_child and not _is_in_wrapper():
+        if in_child and not _is_inside(sys._getframe(1)):
             for tracker in list(self.trackers.values()):
                 tracker.forget_calls()
 
@@ -210,11 +210,10 @@ def _tell(tracker: CellTracker | None, freed: Callable[[], None]) -> None:
         freed()
 
 
-def _is_in_wrapper() -> bool:
-    """Return whether this thread is inside a call of the app's that a wrapper watches."""
-    frame: FrameType | None = sys._getframe()
+def _is_inside(frame: FrameType | None) -> bool:
+    """Return whether a frame or one of its callers is in this package."""
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith(_WRAPPERS):
+        if str(frame.f_globals.get("__name__")).startswith(_OURS):
             return True
         frame = frame.f_back
     return False

@@ -97,6 +97,20 @@ def test_requests_of_other_threads_keep_no_cells_in_a_child(parked, inside):
     assert len(words) == 3
 
 
+def test_a_child_that_is_forked_inside_a_deferred_job_keeps_what_the_job_lent(parked):
+    llama, installed, tracker, _ = parked
+    codes = []
+
+    def child():
+        assert tracker.is_lent
+
+    engine = installed._host.engine(llama)
+    engine.defer(lambda: codes.append(in_child(child)))
+    engine.settle()
+    assert codes == [0]
+    assert not tracker.is_lent
+
+
 def test_a_child_that_is_forked_inside_a_call_ends_that_call(parked, inside):
     llama, installed, tracker, n = parked
     pids, code = [], 1
