@@ -91,9 +91,7 @@ def _other_kinds(outputs: Sequence[Output]) -> Table:
 
 def _finished(outputs: Sequence[Output]) -> Table:
     """Show a finished channel file, with the change that the engine's own computation makes."""
-    rows = [row for output in outputs for row in output["finished"]]
-    if not rows:
-        raise NoRowsError("no rows of a finished channel file")
+    rows = _rows(outputs, "finished")
     ways = list(rows[0]["engine"])
     heads = ["text", "sparsity", "whole model", "none", "channel file", "won back"]
     lines = [
@@ -121,13 +119,13 @@ def _change(found: Sequence[float], base: Sequence[float]) -> str:
     return spread([100 * math.expm1(each) for each in more], 2, " %")
 
 
-def _rows(outputs: Sequence[Output]) -> list[Mapping[str, Any]]:
-    """Return the rows of all outputs.
+def _rows(outputs: Sequence[Output], key: str = "rows") -> list[Mapping[str, Any]]:
+    """Return the rows of all outputs, which have them under ``key``.
 
     Raises:
         NoRowsError: There are none.
     """
-    rows = [row for output in outputs for row in output["rows"]]
+    rows = [row for output in outputs for row in output[key]]
     if not rows:
         raise NoRowsError("no rows of distillation")
     return rows
