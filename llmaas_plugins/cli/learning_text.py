@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
     from llmaas_plugins.model.forward import Evaluator
 
-__all__ = ["add_text_option", "learning_windows", "own_text_path", "remove_progress"]
+__all__ = ["add_text_option", "learning_windows", "own_text_path"]
 
 
 def add_text_option(parser: argparse.ArgumentParser) -> None:
@@ -63,24 +61,6 @@ def learning_windows(args: argparse.Namespace, n_tokens: int, folder: Path) -> N
 def own_text_path(folder: Path, n_tokens: int) -> Path:
     """Return the path of the text that the model writes itself."""
     return folder / f"text-{n_tokens}.progress"
-
-
-def remove_progress(folder: Path, used: Iterable[Path], shared: Iterable[Path]) -> None:
-    """Remove the files of a run that is complete, and their folder if it is empty then.
-
-    Args:
-        folder: Folder for progress, which other runs and the user may use, too.
-        used: Files that only this run can use.
-        shared: Files that other runs may use, too, such as text that the model wrote. They stay
-            while there are checkpoints of other runs.
-    """
-    with contextlib.suppress(OSError):  # the result is written; what is left does no harm
-        for path in used:
-            path.unlink(missing_ok=True)
-        if not any(folder.glob("*.npz")):
-            for path in shared:
-                path.unlink(missing_ok=True)
-        folder.rmdir()
 
 
 # -- internals -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Text to learn from: its windows, the model's own text, and what a complete run removes."""
+"""Text to learn from: its windows, and the model's own text."""
 
 from __future__ import annotations
 
@@ -88,23 +88,3 @@ def test_own_text_is_continued_where_it_was_interrupted(tmp_path, monkeypatch, r
     args.model.write_bytes(reference_model.read_bytes() + b" ")
     assert written(other := Writer()) == expected
     assert other.n_said == 2560
-
-
-@pytest.mark.parametrize(
-    ("others", "left"),
-    [
-        ([], None),
-        (["text-16.progress"], {"text-16.progress"}),
-        (["notes.txt"], {"notes.txt"}),
-        (["b.npz"], {"b.npz", "text-8.progress"}),
-    ],
-)
-def test_a_complete_run_removes_its_own_files_only(tmp_path, others, left):
-    folder = tmp_path / "model.gguf.recovery"
-    folder.mkdir()
-    text = learning_text.own_text_path(folder, 8)
-    for path in (folder / "a.npz", text, *(folder / name for name in others)):
-        path.touch()
-    learning_text.remove_progress(folder, [folder / "a.npz", folder / "none"], [text])
-    found = {each.name for each in folder.iterdir()} if folder.exists() else None
-    assert found == left

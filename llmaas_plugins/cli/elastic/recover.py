@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +18,11 @@ from llmaas_plugins.cli.learning_text import (
     add_text_option,
     learning_windows,
     own_text_path,
-    remove_progress,
 )
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import at_least, require_torch
 from llmaas_plugins.cli.output import counted, duration_text, print_report, progress_bar, size_text
-from llmaas_plugins.files.file_bytes import as_store_error
+from llmaas_plugins.cli.progress_folder import progress_folder, remove_progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,10 +104,11 @@ def recover(args: argparse.Namespace) -> int:
     then = f"progress is kept in {folder}; the same command goes on"
     if prepared.stamp is not None:  # the file is written anew, with its adapters
         check_room("recovery", prepared.stamp.n_bytes, folder)
-    with stoppable(then), workers() as group:
-        if group.is_first:
-            with as_store_error(f"cannot make {folder}"):
-                folder.mkdir(exist_ok=True)
+    with (
+        stoppable(then),
+        workers() as group,
+        progress_folder(folder) if group.is_first else contextlib.nullcontext(),
+    ):
         job = _job(args, prepared, group, folder)
         kept = {level: _kept(job, level) for level in levels}
         found = {level: _learned(job, level, kept[level]) for level in levels}

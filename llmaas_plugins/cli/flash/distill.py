@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from llmaas_plugins.cli.flash.sharing import (
     share_rows,
     shares_of,
     shares_on,
+    shares_path,
     steps_of,
 )
 from llmaas_plugins.cli.interrupts import stoppable
@@ -26,11 +28,11 @@ from llmaas_plugins.cli.learning_text import (
     add_text_option,
     learning_windows,
     own_text_path,
-    remove_progress,
 )
 from llmaas_plugins.cli.models import add_model_action, evaluator_of
 from llmaas_plugins.cli.options import at_least, require_torch
 from llmaas_plugins.cli.output import duration_text, print_report, progress_bar, size_text
+from llmaas_plugins.cli.progress_folder import progress_folder, remove_progress
 from llmaas_plugins.files.file_bytes import as_store_error, sync_directory
 
 if TYPE_CHECKING:
@@ -103,7 +105,11 @@ def distill(args: argparse.Namespace) -> int:
         raise ConfigError(f"{path} is the model itself. Choose another place with `-o FILE`.")
     folder = path.with_name(f"{path.name}.distill")
     then = f"progress is kept in {folder}; the same command goes on"
-    with stoppable(then), workers() as group:
+    with (
+        stoppable(then),
+        workers() as group,
+        progress_folder(folder) if group.is_first else contextlib.nullcontext(),
+    ):
         job = _job(args, tensors, group, folder)
         _run(job, path)
     return 0
@@ -185,24 +191,22 @@ def _job(
     is_kept = _checked_memory(args, operands, tensors, recipe, group)
     learned = [tensors[name] for operand in operands for name in operand.weights]
     check_room("distillation", _kept_bytes(learned), folder)
-    if group.is_first:
-        with as_store_error(f"cannot make {folder}"):
-            folder.mkdir(exist_ok=True)
     n_text = text_tokens(n_tokens if args.text else min(n_tokens, _N_OWN_TEXT), _WINDOW)
     windows = learning_windows(args, n_text, folder) if group.is_first else None
     texts = split(group.shared(windows))
     n_prompt = min(N_PROMPT, texts.training.shape[1] // 4)
     recipe = SparseRecipe(n_tokens, args.sparsity, n_prompt, n_rows=recipe.n_rows)
     teacher = MaskedTeacher(args.model, is_kept=is_kept)
-    kept_shares = folder / f"shares-{n_text}.progress"
+    rows = share_rows(texts.training, is_own=not args.text)
+    kept_shares = shares_path(folder, rows)
     steps = None
     if group.is_first:  # its shares serve all
         steps = _share_steps(
             args,
-            texts.training,
+            rows,
             kept_shares,
             len(operands),
-            lambda rows: steps_of(shares_on(teacher, rows, operands, tensors)),
+            lambda windows: steps_of(shares_on(teacher, windows, operands, tensors)),
         )
     shares = dict(zip(operands, shares_of(group.shared(steps)), strict=True))
     teacher.share_by(shares)
@@ -215,7 +219,7 @@ def _job(
 
 def _share_steps(
     args: argparse.Namespace,
-    windows: NDArray[np.int32],
+    rows: list[Tokens],
     path: Path,
     n_operands: int,
     measure: Callable[[list[Tokens]], NDArray[np.int32]],
@@ -227,7 +231,6 @@ def _share_steps(
     from llmaas_plugins.elastic.calibration import packaged_texts
     from llmaas_plugins.flash_weights.model_weights import digest_of
 
-    rows = share_rows(windows, is_own=not args.text)
     identity = {
         "model": digest_of(args.model),
         "text": [row.tolist() for row in rows],

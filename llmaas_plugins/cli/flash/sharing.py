@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,7 @@ __all__ = [
     "share_rows",
     "shares_of",
     "shares_on",
+    "shares_path",
     "steps_of",
 ]
 
@@ -103,6 +105,14 @@ def shares_on(
             teacher, windows, operands, lambda share: bar.update(int(100 * share) - bar.n)
         )
     return cheapest_shares(growth, weight_counts(operands, tensors))
+
+
+def shares_path(folder: Path, rows: Sequence[Tokens]) -> Path:
+    """Return the path in a folder for progress of the shares that some rows of text decide."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.tobytes())
+    return folder / f"shares-{digest.hexdigest()[:16]}.progress"
 
 
 def steps_of(shares: Shares) -> NDArray[np.int32]:
