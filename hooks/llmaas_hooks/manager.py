@@ -179,6 +179,8 @@ class HookManager:
     def kv_restore(self, request: Request) -> KVRestored | None:
         """Fire ``llmaas_kv_restore`` plugin by plugin until one restores cells.
 
+        A wrong answer can be blamed on the plugin that gave it (``blame``).
+
         Raises:
             PluginError: A plugin failed. The cells are then in doubt, so no other plugin is asked:
                 the caller drops the cells and passes the error to ``handle``.
@@ -189,6 +191,7 @@ class HookManager:
             except Exception as error:
                 raise PluginError(implementation.plugin, implementation.hook, error) from error
             if restored is not None:
+                running.set(implementation.owner)  # batches of its own called other plugins' hooks
                 return restored
         return None
 

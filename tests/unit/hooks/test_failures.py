@@ -13,6 +13,7 @@ from llmaas_hooks import (
     ConfigError,
     ContextCreate,
     DecodeStep,
+    KVRestored,
     PluginError,
     StoreError,
     hookimpl,
@@ -131,6 +132,26 @@ def test_restore_always_raises_and_asks_no_other(on_error):
 
     with pytest.raises(PluginError, match="'bad' failed in llmaas_kv_restore"):
         manager(on_error, other=Restorer(), bad=Failing()).kv_restore(request())
+
+
+def test_a_wrong_restore_is_blamed_on_the_plugin_that_restored():
+    """Its own batches call the hooks of others in between."""
+
+    class Restorer:
+        @hookimpl
+        def llmaas_kv_restore(self):
+            hooks.evaluated(DecodeStep(1, 2, 0.0))
+            return KVRestored(0, 0)
+
+    class Observer:
+        @hookimpl
+        def llmaas_decode(self, step):
+            pass
+
+    hooks = manager(observer=Observer(), restorer=Restorer())
+    assert hooks.kv_restore(request()) == KVRestored(0, 0)
+    error = hooks.blame(ValueError("the engine has fewer cells"))
+    assert (error.plugin, error.hook) == ("restorer", "llmaas_kv_restore")
 
 
 @pytest.mark.parametrize("is_ending", [False, True])
