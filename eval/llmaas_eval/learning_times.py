@@ -8,6 +8,7 @@ to all layers and to a vocabulary of 128,256 tokens, and prints JSON for ``llmaa
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
@@ -28,6 +29,10 @@ __all__ = ["main"]
 
 _SHAPE_8B = Shape(n_layer=32, n_embd=4096, n_head=32, n_head_kv=8, n_ff=14336, n_ctx=8192)
 _SHAPES = {"1 B": SHAPE_1B, "8 B": _SHAPE_8B}
+_TINY = {
+    name: replace(shape, n_embd=256, n_head=4, n_head_kv=2, n_ff=512)
+    for name, shape in _SHAPES.items()
+}
 _N_VOCAB, _SLICE = 128_256, 8_192
 _WINDOW, _N_ROWS = 512, 2
 _RECOVER_TOKENS, _N_LEVELS, _DISTILL_TOKENS = 262_144, 8, 1_048_576
@@ -58,9 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, shape in _SHAPES.items():
-            if args.quick:
-                shape = replace(shape, n_embd=256, n_head=4, n_head_kv=2, n_ff=512)
+        for name, shape in (_TINY if args.quick else _SHAPES).items():
             rows.append(_row(name, shape, Path(folder)))
     json.dump({"about": record(), "rows": rows}, sys.stdout, indent=2)
     sys.stdout.write("\n")
@@ -115,10 +118,11 @@ def _recover_step(model: Path, folder: Path, windows: np.ndarray[Any, Any]) -> f
     teacher, recipe = Teacher(model), Recipe(_RECOVER_TOKENS)
     objective = Objective(teacher, recipe.loss)
     levels = elastic.tables["uniform"][1], elastic.tables["uniform"][-1]
-    return sum(
-        _used(lambda level=level: step_seconds(level, objective, windows))
-        for level in (Level(teacher, widths, recipe.rank) for widths in levels)
-    ) / len(levels)
+    steps = (
+        functools.partial(step_seconds, Level(teacher, widths, recipe.rank), objective, windows)
+        for widths in levels
+    )
+    return sum(map(_used, steps)) / len(levels)
 
 
 def _distill_step(model: Path, windows: np.ndarray[Any, Any]) -> float:
