@@ -49,6 +49,7 @@ from llmaas_hooks.native import (
     TensorInfo,
     WeightClaim,
 )
+from llmaas_hooks.promises import NO_PROMISE, LevelTimes, Limit, Promise, RequestCost
 from llmaas_hooks.request_scope import RequestScope, serving_context
 from llmaas_hooks.tokens import common_prefix
 from llmaas_hooks.types import (
@@ -70,6 +71,7 @@ from llmaas_hooks.types import (
 
 __all__ = [
     "NAME",
+    "NO_PROMISE",
     "AttentionDensity",
     "BudgetError",
     "CellMemory",
@@ -86,7 +88,9 @@ __all__ = [
     "HookManager",
     "IncompatibleError",
     "KVRestored",
+    "LevelTimes",
     "Levels",
+    "Limit",
     "LimitError",
     "LlmaasError",
     "LogitsView",
@@ -97,7 +101,9 @@ __all__ = [
     "Override",
     "Plugin",
     "PluginError",
+    "Promise",
     "Request",
+    "RequestCost",
     "RequestScope",
     "RequestStats",
     "StoreError",

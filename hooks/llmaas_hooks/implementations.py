@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import pluggy
 
 from llmaas_hooks.native import WeightClaim
+from llmaas_hooks.promises import RequestCost
 from llmaas_hooks.types import KVRestored, Levels
 
 __all__ = ["Implementation", "running"]
@@ -99,6 +101,19 @@ def _check_restored(result: Any, arguments: Mapping[str, Any]) -> None:
         raise TypeError(f"returned {result}, expected n_loaded <= n_tokens <= {n_prompt}")
 
 
+def _check_cost(result: Any, arguments: Mapping[str, Any]) -> None:
+    if result is None:
+        return
+    if not isinstance(result, RequestCost):
+        raise _wrong(result, "RequestCost or None")
+    n_prompt = len(arguments["request"].tokens)
+    if not (0 <= result.n_ready <= n_prompt and 0 <= result.ready_s < math.inf):
+        raise TypeError(
+            f"returned n_ready {result.n_ready} and ready_s {result.ready_s}, expected at most "
+            f"{n_prompt} tokens and a finite time"
+        )
+
+
 def _check_levels(result: Any, _: Mapping[str, Any]) -> None:
     if result is not None and not isinstance(result, Levels):
         raise _wrong(result, "Levels or None")
@@ -127,6 +142,7 @@ def _wrong(result: object, expected: str) -> TypeError:
 _CHECKS: Mapping[str, Check] = {
     "llmaas_kv_restore": _check_restored,
     "llmaas_kv_evict": _check_freed,
+    "llmaas_cost": _check_cost,
     "llmaas_level": _check_levels,
     "llmaas_status": _check_report,
     "llmaas_weights": _check_claims,

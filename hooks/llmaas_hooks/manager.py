@@ -19,7 +19,9 @@ from llmaas_hooks.failures import Failures
 from llmaas_hooks.implementations import Implementation, running
 from llmaas_hooks.markers import NAME
 from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
+from llmaas_hooks.promises import RequestCost
 from llmaas_hooks.request_scope import RequestScope
+from llmaas_hooks.tokens import common_prefix
 from llmaas_hooks.types import (
     ContextCreate,
     DecodeStep,
@@ -167,9 +169,23 @@ class HookManager:
         """Fire ``llmaas_logits``."""
         self._call("llmaas_logits", view=view)
 
+    def cost(self, request: Request) -> RequestCost:
+        """Fire ``llmaas_cost``; return the answers of all plugins together.
+
+        Cells that the engine holds already are counted, too.
+        """
+        engine, n_ready = request.engine, 0
+        if engine.resident_app == request.app:
+            resident = engine.resident_tokens()[: engine.n_explained]
+            n_ready = common_prefix(resident, request.tokens)
+        answers = self._call("llmaas_cost", request=request).values()
+        found = (answer for answer in answers if answer is not None)
+        return functools.reduce(RequestCost.plus, found, RequestCost(n_ready))
+
     def level(self, request: Request) -> Levels | None:
         """Fire ``llmaas_level``; return the answer of the first plugin that gives one."""
-        answers = self._call("llmaas_level", request=request).values()
+        cost = functools.partial(self.cost, request)
+        answers = self._call("llmaas_level", request=request, cost=cost).values()
         return next((levels for levels in answers if levels is not None), None)
 
     def request_begin(self, request: Request, levels: Levels | None) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
+from llmaas_hooks.promises import NO_PROMISE, Promise
 from llmaas_hooks.types import Levels
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "current",
     "entered",
     "keep_scope",
+    "promising",
     "serving_context",
     "without",
 ]
@@ -39,12 +41,14 @@ class RequestScope(NamedTuple):
         app: Name of the app; None if it is unknown.
         declined: Names of plugins that the requests do without.
         levels: Levels that the app asks for.
+        promise: Latency that the app asks for.
     """
 
     context_id: str | None = None
     app: str | None = None
     declined: frozenset[str] = frozenset()
     levels: Levels = Levels()
+    promise: Promise = NO_PROMISE
 
 
 _NO_BLOCKS = RequestScope()
@@ -121,6 +125,14 @@ def at_levels(levels: Levels) -> Iterator[None]:
     """Ask for levels inside the block; where ``levels`` has None, the outer block's level stays."""
     scope = current()
     with entered(scope._replace(levels=levels.over(scope.levels))):
+        yield
+
+
+@contextmanager
+def promising(promise: Promise) -> Iterator[None]:
+    """Ask for a latency inside the block; where ``promise`` has None, the outer block's stays."""
+    scope = current()
+    with entered(scope._replace(promise=promise.over(scope.promise))):
         yield
 
 

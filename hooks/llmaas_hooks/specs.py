@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks.markers import hookspec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
+    from llmaas_hooks.promises import RequestCost
     from llmaas_hooks.request_scope import RequestScope
     from llmaas_hooks.types import (
         ContextCreate,
@@ -37,6 +38,7 @@ __all__ = [
     "llmaas_app_batch",
     "llmaas_context_create",
     "llmaas_context_free",
+    "llmaas_cost",
     "llmaas_decode",
     "llmaas_kv_evict",
     "llmaas_kv_restore",
@@ -156,13 +158,26 @@ def llmaas_logits(view: LogitsView) -> None:
     """
 
 
+@hookspec
+def llmaas_cost(request: Request) -> RequestCost | None:
+    """Predict times of a request that has not begun.
+
+    When: a plugin that plans a request asks, inside ``llmaas_level``. Nothing may be changed.
+    Thread: the app's. Cost: once a planned request, and its first token waits for it; at most
+        milliseconds.
+    Returns: the prompt tokens that need no evaluation and the seconds until they are ready, or the
+        times of each level; None if the plugin knows neither. The host adds up all answers.
+    Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
+    """
+
+
 @hookspec(firstresult=True)
-def llmaas_level(request: Request) -> Levels | None:
+def llmaas_level(request: Request, cost: Callable[[], RequestCost]) -> Levels | None:
     """Choose how much of an elastic model a request computes with.
 
     When: first step of ``Llama.generate``, before ``llmaas_request_begin``. A level that the app
         requests takes precedence over the answer. The answer takes precedence over the configured
-        level.
+        level. ``cost`` asks all plugins what the request will take (``llmaas_cost``).
     Thread: the app's. Cost: once a request, and the request's first token waits for it.
     Returns: ``Levels`` with one or both levels set, or None to leave the choice to the next plugin.
         The first answer that is not None counts.

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks.errors import ConfigError
+from llmaas_hooks.promises import NO_PROMISE, Promise
 
 __all__ = [
     "ContextCreate",
@@ -331,6 +332,7 @@ class Request:
         declined: Names of plugins that the app switched off for this request. A plugin that changes
             generated text must check this itself and leave such a request alone.
         levels: Levels that the app asks for; a plugin that serves levels must check this itself.
+        promise: Latency that the app asks for.
         reads_tokens: Whether the app gave a logits processor or a stopping criterion. Both read the
             tokens so far, so a plugin must not evaluate tokens that were not generated.
     """
@@ -341,6 +343,7 @@ class Request:
     app: str | None = None
     declined: frozenset[str] = frozenset()
     levels: Levels = Levels()
+    promise: Promise = NO_PROMISE
     reads_tokens: bool = False
 
 
@@ -355,6 +358,7 @@ class RequestStats:
         prepare_s: Seconds from the call until evaluation could start (the switch latency).
         first_token_s: Seconds from the call to the first token; None if there was no token.
         total_s: Seconds from the call until its generator ended.
+        decode_s: Seconds that the tokens after the first took, without the app's time between them.
     """
 
     n_prompt: int
@@ -363,6 +367,7 @@ class RequestStats:
     prepare_s: float
     first_token_s: float | None
     total_s: float
+    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from llmaas_hooks import (
     ModelLoad,
     NativeContext,
     Request,
+    RequestCost,
     RequestScope,
     WeightClaim,
     forks,
@@ -24,6 +26,8 @@ from llmaas_hooks import (
 from llmaas_plugins.elastic.adapters import read_adapters
 from llmaas_plugins.elastic.config import ElasticConfig
 from llmaas_plugins.elastic.contexts import ElasticContext, ElasticModel
+from llmaas_plugins.elastic.latency import Latency
+from llmaas_plugins.elastic.level_times import level_times, read_latency
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 from llmaas_plugins.elastic.parts import LevelAdapters, part_claims
 
@@ -62,6 +66,9 @@ class ElasticModels:
         self._contexts: dict[int, ElasticContext] = {}
         self._left_alone: dict[str, str] = {}
         self._adapted: set[str] = set()
+        self._latencies: weakref.WeakKeyDictionary[ModelLoad, Latency | None] = (
+            weakref.WeakKeyDictionary()
+        )
         self._n_switches = 0
         self._n_tokens: Counter[float] = Counter()
 
@@ -127,6 +134,21 @@ class ElasticModels:
         """Stop tracking a context."""
         with self._lock:
             self._contexts.pop(ctx, None)
+
+    @hookimpl
+    def llmaas_cost(self, request: Request) -> RequestCost | None:
+        """Return the times of each level that `llmaas elastic profile` measured."""
+        with self._lock:
+            context = self._contexts.get(request.engine.ctx)
+        load = request.engine.load
+        if context is None or load is None:
+            return None
+        if load not in self._latencies:  # may read the whole file, so hold no lock
+            self._latencies[load] = read_latency(load, context.model.table)
+        latency = self._latencies[load]
+        if latency is None:
+            return None
+        return RequestCost(levels=level_times(latency, request.engine.ctx))
 
     @hookimpl
     def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:

@@ -24,6 +24,7 @@ from llmaas_hooks import (
     ModelLoad,
     NativeContext,
     Request,
+    RequestCost,
     RequestStats,
     StoreError,
     Tokens,
@@ -144,6 +145,16 @@ class KVChunks:
         self._natives.pop(ctx, None)
         self._transfers_by_ctx.pop(ctx, None)
         self._records.forget(ctx)
+
+    @hookimpl
+    def llmaas_cost(self, request: Request) -> RequestCost | None:
+        """Predict how much of the prompt can be restored, and how long that takes."""
+        engine = request.engine
+        transfer = self._transfer(engine)
+        if transfer is None or _NAME in request.declined:
+            return None
+        resident = engine.resident_tokens()[: engine.n_explained]
+        return transfer.cost(request.tokens, resident, request.app, engine.resident_app)
 
     @hookimpl
     def llmaas_kv_restore(self, request: Request) -> KVRestored | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_cpp.server.types import (
     CreateChatCompletionRequest,
@@ -13,14 +13,15 @@ from llama_cpp.server.types import (
 )
 from pydantic import BaseModel
 
-from llmaas_hooks import ConfigError, Levels
+from llmaas_hooks import ConfigError, Levels, Promise
 from llmaas_patches.internals import server_engine
 from llmaas_plugins.server.body_values import parsed, validated
 from llmaas_plugins.server.grammars import Wanted
 from llmaas_plugins.server.refusal import Refusal
 from llmaas_plugins.service.level_arguments import check_levels, levels_of
+from llmaas_plugins.service.promise_arguments import check_promise, promise_of
 
-__all__ = ["LARGEST_FLOAT", "LONGEST_STOP", "MOST_STOPS", "check_body"]
+__all__ = ["LARGEST_FLOAT", "LONGEST_STOP", "MOST_STOPS", "Checked", "check_body"]
 
 _BODIES: dict[str, type[BaseModel]] = {
     "chat": CreateChatCompletionRequest,
@@ -49,12 +50,22 @@ _PENALTIES = ("presence_penalty", "frequency_penalty")
 _FLOATS = ("temperature", "repeat_penalty")
 
 
-def check_body(route: str, body: bytes) -> tuple[Levels, list[Wanted]]:
-    """Check that ``route`` can handle ``body``.
+class Checked(NamedTuple):
+    """Facts about a body that was checked.
 
-    Returns:
-        The levels that the body asks for (none if the route itself handles levels), and the
-        grammars and schemas in the body, which remain to be checked.
+    Attributes:
+        levels: Levels that the body asks for; none if the route itself handles levels.
+        promise: Latency that the body asks for.
+        wanted: Grammars and schemas in the body, which remain to be checked.
+    """
+
+    levels: Levels
+    promise: Promise
+    wanted: list[Wanted]
+
+
+def check_body(route: str, body: bytes) -> Checked:
+    """Check that ``route`` can handle ``body``.
 
     Raises:
         Refusal: The route cannot handle the body.
@@ -70,15 +81,25 @@ def check_body(route: str, body: bytes) -> tuple[Levels, list[Wanted]]:
         raise _mistake("This server makes no embeddings: start it with --embedding True.")
     if route == "tokens":
         _check_tokens(values.get("tokens"))
+    promise = _promise(values.get("slo"))
     if not isinstance(checked, CreateChatCompletionRequest | CreateCompletionRequest):
-        return Levels(), []
+        return Checked(Levels(), promise, [])
     _check_numbers(checked)
     _check_lists(checked)
     wanted = list(_wanted(values, is_chat=route == "chat"))
     for one in wanted:
         if (n_bytes := len(one.text.encode())) > _MOST_GRAMMAR_BYTES:
             raise one.mistake(f"it has {n_bytes} bytes, the limit is {_MOST_GRAMMAR_BYTES}")
-    return _levels(values.get("level")), wanted
+    return Checked(_levels(values.get("level")), promise, wanted)
+
+
+def _promise(value: object) -> Promise:
+    try:
+        promise = promise_of(value)
+        check_promise(promise)
+    except ConfigError as error:
+        raise _mistake(f"slo: {error}") from error
+    return promise
 
 
 def _levels(value: object) -> Levels:

@@ -20,8 +20,8 @@ import anyio
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from llmaas_hooks import ConfigError, Levels, UnknownPluginError
-from llmaas_hooks.request_scope import at_levels, serving_context
+from llmaas_hooks import NO_PROMISE, ConfigError, Levels, Promise, UnknownPluginError
+from llmaas_hooks.request_scope import at_levels, promising, serving_context
 from llmaas_plugins.activation import without
 from llmaas_plugins.server.admission import Admission, Call, stopping
 from llmaas_plugins.server.api_keys import ApiKeys
@@ -33,6 +33,7 @@ from llmaas_plugins.server.origins import OriginCheck
 from llmaas_plugins.server.refusal import Refusal
 from llmaas_plugins.server.upstream import OpenCompletion, stream_failure
 from llmaas_plugins.service.level_arguments import check_levels, levels_in_header
+from llmaas_plugins.service.promise_arguments import check_promise, promise_in_header
 
 __all__ = ["RequestMiddleware", "Route", "route_of"]
 
@@ -74,7 +75,7 @@ _ROUTES = tuple(
     )
 )
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
-_WITHOUT, _LEVEL = b"x-llmaas-without", b"x-llmaas-level"
+_WITHOUT, _LEVEL, _SLO = b"x-llmaas-without", b"x-llmaas-level", b"x-llmaas-slo"
 _MOST_DISCARDED = 16 << 20
 _MOST_CHECKS = 4
 _SMALL_BODY = 16 << 10
@@ -146,23 +147,21 @@ class RequestMiddleware:
         is_call = is_deletion or (route.waits and scope["method"] in ("GET", "POST"))
         if self._admission.is_stopping and route.name not in ("health", "metrics"):
             raise stopping()
-        body, levels = b"", Levels()
+        body, levels, promise = b"", Levels(), NO_PROMISE
         if is_call:
             self._admission.check(app)  # refuse before reading the body
             _declining(scope)
-            levels = _levels(scope)
+            levels, promise = _levels(scope), _promise(scope)
         if scope["method"] == "POST":
             body = await self._read(scope, receive)
             large = self._bodies if len(body) > _SMALL_BODY else None
-            asked, wanted = await anyio.to_thread.run_sync(
-                check_body, route.name, body, limiter=large
-            )
-            levels = asked.over(levels)
-            if wanted:
+            checked = await anyio.to_thread.run_sync(check_body, route.name, body, limiter=large)
+            levels, promise = checked.levels.over(levels), checked.promise.over(promise)
+            if checked.wanted:
                 with serving_context(None, app or None):
-                    await self._check_grammars(app, wanted)
+                    await self._check_grammars(app, checked.wanted)
         if is_call:
-            with at_levels(levels):
+            with at_levels(levels), promising(promise):
                 await self._call(self._admission.enter(app), scope, body, receive, answer)
         else:
             await self._app(scope, _replay(body, receive), answer.send)
@@ -272,6 +271,21 @@ def _levels(scope: Message) -> Levels:
     except ConfigError as error:
         raise Refusal(400, f"X-LLMaaS-Level: {error}") from error
     return levels
+
+
+def _promise(scope: Message) -> Promise:
+    """Return the promise that header X-LLMaaS-SLO asks for.
+
+    Raises:
+        Refusal: The header is malformed, or promises are not available.
+    """
+    text = header(scope, _SLO).decode("latin-1")
+    try:
+        promise = promise_in_header(text) if text else NO_PROMISE
+        check_promise(promise)
+    except ConfigError as error:
+        raise Refusal(400, f"X-LLMaaS-SLO: {error}") from error
+    return promise
 
 
 def _declining(scope: Message) -> AbstractContextManager[None]:

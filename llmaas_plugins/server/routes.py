@@ -58,10 +58,15 @@ class CallBody(BaseModel):
         default=None, max_length=MOST_STOPS
     )
     level: Annotated[Levels, BeforeValidator(levels_of)] = Levels()
+    slo: Any = Field(
+        default=None,
+        description='Latency that is asked for, such as {"ttft": "300 ms", "tpot": "60 %"}; the '
+        "middleware reads it.",
+    )
 
     def arguments(self) -> dict[str, Any]:
         """Return the given fields as arguments of ``Context.call``."""
-        sampling = self.model_dump(exclude={"prompt", "stream", "level"}, exclude_none=True)
+        sampling = self.model_dump(exclude={"prompt", "stream", "level", "slo"}, exclude_none=True)
         return {"level": self.level, **sampling}
 
 

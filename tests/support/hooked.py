@@ -10,6 +10,7 @@ from llmaas_hooks import (
     RequestStats,
     hookimpl,
 )
+from llmaas_hooks.testing import FakeEngine
 
 STATS = RequestStats(3, 0, 1, 0.0, 0.1, 0.2)
 
@@ -84,5 +85,6 @@ def manager(on_error="raise", **plugins):
     return hooks
 
 
-def request():
-    return Request(engine=None, tokens=np.zeros(3, np.int32), context_id=None)
+def request(**facts):
+    values = {"engine": FakeEngine(), "tokens": np.arange(3, dtype=np.int32), "context_id": None}
+    return Request(**values | facts)

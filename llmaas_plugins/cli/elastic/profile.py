@@ -45,9 +45,10 @@ def add_profile(actions: Any) -> None:
     parser.add_argument(
         "--threads",
         type=_numbers(1, _MOST_THREADS),
-        default=(max((os.cpu_count() or 1) // 2, 1),),
+        default=_default_threads(),
         metavar="N,…",
-        help="numbers of threads (default: half of the processors, like Llama for single tokens)",
+        help="numbers of threads (default: half of the processors, as Llama uses for single "
+        "tokens, and all of them, as for prompts)",
     )
     parser.add_argument(
         "--prompts",
@@ -57,6 +58,12 @@ def add_profile(actions: Any) -> None:
         help="prompt lengths in tokens, at least two (default 32,64,128,256,512)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _default_threads() -> tuple[int, ...]:
+    """Return the numbers of threads that ``Llama`` uses by default, for tokens and for prompts."""
+    n_all = os.cpu_count() or 1
+    return tuple(sorted({max(n_all // 2, 1), n_all}))
 
 
 def profile(args: argparse.Namespace) -> int:

@@ -123,7 +123,7 @@ class CellLoader:
             returned True.
         """
         kept, reads = n_present // CHUNK_TOKENS * CHUNK_TOKENS, ReadTimer()
-        runs, predicted_s = self._plan(match.path[kept // CHUNK_TOKENS :], kept)
+        runs, predicted_s = self.plan(match, n_present)
         if not runs:
             return None
         if self._attention is not None:
@@ -143,6 +143,11 @@ class CellLoader:
         elif n_recomputed == 0:
             self._profile.loaded(n_loaded, actual_s)
         return LoadResult(end, n_loaded, n_recomputed, predicted_s, actual_s)
+
+    def plan(self, match: PrefixMatch, n_present: int) -> LoadPlan:
+        """Return the plan of ``load``, which has the same arguments."""
+        first = n_present // CHUNK_TOKENS
+        return self._plan(match.path[first:], first * CHUNK_TOKENS)
 
     def _plan(self, chunks: Sequence[Chunk], start: int) -> LoadPlan:
         if all(chunk.ram != ABSENT for chunk in chunks):  # nothing to choose

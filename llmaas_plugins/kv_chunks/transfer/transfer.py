@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import Engine, Tokens, common_prefix
+from llmaas_hooks import Engine, RequestCost, Tokens, common_prefix
 from llmaas_plugins.kv_chunks.compression.bit_allocator import AttentionSums
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, chain, chunk_key
 from llmaas_plugins.kv_chunks.transfer.cell_layout import CellLayout
@@ -91,6 +91,19 @@ class Transfer:
         return np.zeros(n_chunks), np.zeros(n_chunks)
 
     # -- load -----------------------------------------------------------------------------------
+
+    def cost(
+        self, prompt: Tokens, resident: Tokens, app: str | None, resident_app: str | None
+    ) -> RequestCost:
+        """Predict what ``restore``, which has the same arguments, would restore; change nothing."""
+        root = self._root(app)
+        n_common = common_prefix(prompt, resident) if root == self._root(resident_app) else 0
+        match = self._store.match(root, prompt)
+        if match.n_tokens <= n_common or self._layout.find(root) is None:
+            return RequestCost(n_common)
+        planned = self._loader.plan(match, n_common)
+        n_ready = match.n_tokens if planned.runs else n_common
+        return RequestCost(n_ready, planned.seconds or 0.0 if planned.runs else 0.0)
 
     def restore(
         self, prompt: Tokens, resident: Tokens, app: str | None, resident_app: str | None

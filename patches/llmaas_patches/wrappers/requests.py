@@ -68,6 +68,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
                 engine.free_parked_at_end()
                 reply = yield token
                 run.is_yielding = False
+                clock.resumed()
                 try:
                     token = inner.send(reply)
                 except StopIteration:
@@ -247,14 +248,21 @@ class _Clock:
         self._prepare_s = 0.0
         self._first_token_s: float | None = None
         self._n_generated = 0
+        self._resumed, self._decode_s = self._started, 0.0
 
     def prepared(self) -> None:
         self._prepare_s = time.perf_counter() - self._started
+
+    def resumed(self) -> None:
+        """Begin a token after the first: the app has asked for it."""
+        self._resumed = time.perf_counter()
 
     def token(self) -> None:
         self._n_generated += 1
         if self._first_token_s is None:
             self._first_token_s = time.perf_counter() - self._started
+        else:
+            self._decode_s += time.perf_counter() - self._resumed
 
     def stats(self, n_prompt: int, n_reused: int) -> RequestStats:
         return RequestStats(
@@ -264,6 +272,7 @@ class _Clock:
             prepare_s=self._prepare_s,
             first_token_s=self._first_token_s,
             total_s=time.perf_counter() - self._started,
+            decode_s=self._decode_s,
         )
 
 

@@ -83,6 +83,7 @@ def test_an_implementation_may_take_fewer_arguments():
 def test_every_hook_has_a_method_and_is_silent_without_plugins():
     hooks = manager()
     arguments = {"llmaas_kv_evict": ("c",), "llmaas_status": (), "llmaas_shutdown": ()}
+    arguments |= {"llmaas_cost": (request(),), "llmaas_level": (None,)}
     for name in specs.__all__:
         n_arguments = getattr(specs, name).__code__.co_argcount
         method = getattr(hooks, name.removeprefix("llmaas_"))

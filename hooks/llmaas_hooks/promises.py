@@ -1,0 +1,113 @@
+"""Latency that apps ask for, and times that plugins predict for a request (ElastiLM §2.1, Eq 1)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from llmaas_hooks.errors import ConfigError
+
+__all__ = ["NO_PROMISE", "LevelTimes", "Limit", "Promise", "RequestCost"]
+
+_TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|%)", re.ASCII)
+_UNITS = {"ms": 1e-3, "s": 1.0, "%": 1e-2}
+_MOST_S, _MOST_SHARE = 86_400.0, 10.0
+_EXPECTED = "expected a time such as '300 ms', or a share of the whole model's such as '60 %'"
+
+
+class Limit(NamedTuple):
+    """Longest time that is wanted.
+
+    Attributes:
+        value: Seconds, or a share of the time that the whole model takes.
+        is_share: Whether ``value`` is such a share.
+    """
+
+    value: float
+    is_share: bool = False
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """Return a limit from a text such as ``300 ms``, ``1.5 s`` or ``60 %``.
+
+        Raises:
+            ConfigError: The value is no such text, or is not above zero, or is too large.
+        """
+        if isinstance(value, cls):
+            return value
+        found = _TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            raise ConfigError(f"{_EXPECTED}, found {value!r}")
+        number, is_share = float(found[1]) * _UNITS[found[2]], found[2] == "%"
+        most = _MOST_SHARE if is_share else _MOST_S
+        if not 0 < number <= most:
+            limit = f"{most:.0%}" if is_share else f"{most:.0f} s"
+            raise ConfigError(f"{_EXPECTED}, above zero and at most {limit}, found {value!r}")
+        return cls(number, is_share)
+
+    def seconds(self, whole_s: float) -> float:
+        """Return the limit in seconds, if the whole model takes ``whole_s``."""
+        return self.value * whole_s if self.is_share else self.value
+
+    def __str__(self) -> str:
+        """Return the limit as a text that ``of`` accepts."""
+        return f"{100 * self.value:g} %" if self.is_share else f"{1000 * self.value:g} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Latency that an app asks for. None promises nothing.
+
+    Attributes:
+        ttft: Longest time from the call to the first token.
+        tpot: Longest mean time of each further token.
+    """
+
+    ttft: Limit | None = None
+    tpot: Limit | None = None
+
+    def over(self, other: Promise) -> Promise:
+        """Return this promise, with each None replaced by the limit of ``other``."""
+        return Promise(self.ttft or other.ttft, self.tpot or other.tpot)
+
+
+NO_PROMISE = Promise()
+
+
+class LevelTimes(NamedTuple):
+    """Times that one level of an elastic model was measured to take.
+
+    Attributes:
+        level: Share of the blocks' weights.
+        ttft_s: Function from the number of prompt tokens to evaluate to the seconds until the first
+            token.
+        tpot_s: Function from the number of tokens before it to the seconds of a further token.
+    """
+
+    level: float
+    ttft_s: Callable[[int], float]
+    tpot_s: Callable[[int], float]
+
+
+class RequestCost(NamedTuple):
+    """Times that a plugin predicts for a request that has not begun.
+
+    Attributes:
+        n_ready: Number of leading prompt tokens that need no evaluation.
+        ready_s: Seconds until these tokens are ready.
+        levels: Times of each level, widest first; empty if the plugin measured none.
+    """
+
+    n_ready: int = 0
+    ready_s: float = 0.0
+    levels: tuple[LevelTimes, ...] = ()
+
+    def plus(self, other: RequestCost) -> RequestCost:
+        """Return the cost of two plugins together."""
+        return RequestCost(
+            max(self.n_ready, other.n_ready),
+            self.ready_s + other.ready_s,
+            self.levels or other.levels,
+        )

@@ -1,0 +1,124 @@
+"""Outcomes of promises: counts, histograms, and each app's last request."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+from llmaas_hooks import Promise, RequestStats
+from llmaas_plugins.deadlines.planner import Phase, Plan
+
+__all__ = ["Outcome", "Outcomes", "outcome"]
+
+_BOUNDS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
+"""Upper bounds of the histograms' buckets: measured over promised time."""
+_MOST_APPS = 64
+
+
+class Outcome(NamedTuple):
+    """Times of one request.
+
+    Attributes:
+        promise: Latency that was asked for.
+        plan: Plan of the request.
+        ttft_s: Measured time to the first token; None if there was none.
+        tpot_s: Measured mean time of each further token; None if there was none.
+    """
+
+    promise: Promise
+    plan: Plan
+    ttft_s: float | None
+    tpot_s: float | None
+
+    @property
+    def phases(self) -> tuple[tuple[str, Phase | None, float | None], ...]:
+        """Name, plan and measured time of both phases."""
+        return (
+            ("ttft", self.plan.ttft, self.ttft_s),
+            ("tpot", self.plan.tpot, self.tpot_s),
+        )
+
+    @property
+    def misses(self) -> list[str]:
+        """Phases that took longer than promised."""
+        return [
+            name
+            for name, phase, measured_s in self.phases
+            if phase is not None and measured_s is not None and measured_s > phase.limit_s
+        ]
+
+    @property
+    def infeasible(self) -> list[str]:
+        """Phases of which the plan said that they may take longer than promised."""
+        return [name for name, phase, _ in self.phases if phase and not phase.is_feasible]
+
+    def report(self) -> dict[str, Any]:
+        """Return promised, expected and measured times in ms, as JSON types."""
+        found: dict[str, Any] = {"missed": self.misses, "infeasible": self.infeasible}
+        for name, phase, measured_s in self.phases:
+            limit = getattr(self.promise, name)
+            found[name] = limit and {
+                "promised": str(limit),
+                "promised_ms": phase and _ms(phase.limit_s),
+                "expected_ms": phase and _ms(phase.expected_s),
+                "measured_ms": _ms(measured_s),
+                "level": phase and phase.level,
+            }
+        return found
+
+
+def outcome(promise: Promise, plan: Plan, stats: RequestStats) -> Outcome:
+    """Return the outcome of a request that ended."""
+    n_others = stats.n_generated - 1
+    tpot_s = stats.decode_s / n_others if n_others > 0 else None
+    return Outcome(promise, plan, stats.first_token_s, tpot_s)
+
+
+class Outcomes:
+    """Counts of all requests with a promise since the plugin was activated."""
+
+    def __init__(self) -> None:
+        """Start with zeros."""
+        self._counts = dict.fromkeys(("promised", "met", "missed", "infeasible", "unplanned"), 0)
+        self._histograms = {
+            name: dict.fromkeys((*map(str, _BOUNDS), "inf"), 0) for name in ("ttft", "tpot")
+        }
+        self._last: OrderedDict[str, Outcome] = OrderedDict()
+
+    def add(self, app: str | None, found: Outcome) -> None:
+        """Count a request that gave a token."""
+        counts = self._counts
+        counts["promised"] += 1
+        if found.plan == Plan(None, None):
+            counts["unplanned"] += 1
+        else:
+            counts["missed" if found.misses else "met"] += 1
+            counts["infeasible"] += bool(found.infeasible)
+        for name, phase, measured_s in found.phases:
+            if phase is not None and measured_s is not None:
+                self._bucket(self._histograms[name], measured_s / phase.limit_s)
+        name = app or ""
+        self._last[name] = found
+        self._last.move_to_end(name)
+        while len(self._last) > _MOST_APPS:
+            self._last.popitem(last=False)
+
+    def report(self) -> dict[str, Any]:
+        """Return counts, cumulative histograms, and the last request of each recent app."""
+        return {
+            "requests": dict(self._counts),
+            "ttft_over_promise": dict(self._histograms["ttft"]),
+            "tpot_over_promise": dict(self._histograms["tpot"]),
+            "last": {app: found.report() for app, found in self._last.items()},
+        }
+
+    @staticmethod
+    def _bucket(histogram: dict[str, int], ratio: float) -> None:
+        """Count a ratio in each bucket whose bound it does not exceed, as Prometheus does."""
+        for bound in _BOUNDS:
+            histogram[str(bound)] += ratio <= bound
+        histogram["inf"] += 1
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)

@@ -1,0 +1,123 @@
+"""Hooks of the deadlines plugin: plan each request's levels, and compare times with promises."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from llmaas_hooks import (
+    NO_PROMISE,
+    Levels,
+    Promise,
+    Request,
+    RequestCost,
+    RequestStats,
+    forks,
+    hookimpl,
+)
+from llmaas_plugins.deadlines.config import DeadlinesConfig
+from llmaas_plugins.deadlines.correction import Correction
+from llmaas_plugins.deadlines.outcomes import Outcomes, outcome
+from llmaas_plugins.deadlines.planner import Plan, Question, plan
+
+__all__ = ["Deadlines"]
+
+_NAME = "deadlines"
+_WHOLE = Levels(1.0, 1.0)
+
+_log = logging.getLogger("llmaas.deadlines")
+
+
+class _Planned(NamedTuple):
+    """Request that was planned and has not ended."""
+
+    request: Request
+    model: str
+    promise: Promise
+    plan: Plan
+
+
+class Deadlines:
+    """Plugin that keeps promises of latency by choosing levels."""
+
+    Config: ClassVar[type[DeadlinesConfig]] = DeadlinesConfig
+
+    def __init__(self, config: DeadlinesConfig) -> None:
+        """Take the configured promises."""
+        self._config = config
+        self._lock = forks.lock()
+        self._planned: dict[int, _Planned] = {}
+        self._corrections: dict[tuple[str, str], Correction] = {}
+        self._outcomes = Outcomes()
+        self._told: set[str] = set()
+
+    @hookimpl
+    def llmaas_level(self, request: Request, cost: Callable[[], RequestCost]) -> Levels | None:
+        """Choose the widest levels that keep the request's promise."""
+        promise = request.promise.over(self._config.promise_of(request.app))
+        if promise == NO_PROMISE or _NAME in request.declined:
+            return None
+        costs, model = cost(), request.engine.llama.model_path
+        with self._lock:
+            question = Question(
+                promise,
+                costs,
+                len(request.tokens),
+                _WHOLE if "elastic" in request.declined else request.levels,
+                self._correction(model, "ttft").factor(),
+                self._correction(model, "tpot").factor(),
+            )
+            found = plan(question)
+            self._planned[request.engine.ctx] = _Planned(request, model, promise, found)
+            self._tell(model, found)
+        return found.levels
+
+    @hookimpl
+    def llmaas_request_end(self, request: Request, stats: RequestStats) -> None:
+        """Compare the request's times with its promise and with the predictions."""
+        with self._lock:
+            planned = self._planned.get(request.engine.ctx)
+            if planned is None or planned.request is not request:
+                return
+            del self._planned[request.engine.ctx]
+            found = outcome(planned.promise, planned.plan, stats)
+            if found.ttft_s is None:
+                return  # it was ended before its first token
+            self._outcomes.add(request.app, found)
+            for name, phase, measured_s in found.phases:
+                if phase is not None and measured_s is not None:
+                    self._correction(planned.model, name).add(measured_s, phase.table_s)
+
+    @hookimpl
+    def llmaas_context_free(self, ctx: int) -> None:
+        """Forget a context, because another one may get its address."""
+        with self._lock:
+            self._planned.pop(ctx, None)
+
+    @hookimpl
+    def llmaas_status(self) -> dict[str, Any]:
+        """Return counts, histograms, corrections, and each app's last request."""
+        with self._lock:
+            return {
+                **self._outcomes.report(),
+                "corrections": {
+                    f"{model}: {name}": round(correction.factor().middle, 4)
+                    for (model, name), correction in self._corrections.items()
+                },
+            }
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _correction(self, model: str, phase: str) -> Correction:
+        return self._corrections.setdefault((model, phase), Correction())
+
+    def _tell(self, model: str, found: Plan) -> None:
+        """Log once that a model has no times."""
+        if found == Plan(None, None) and model not in self._told:
+            self._told.add(model)
+            _log.warning(
+                "requests to %s have promises, but no times were measured, so nothing is planned. "
+                "Promises need a prepared model, the plugin elastic, and "
+                "`llmaas elastic profile %s`.", model, model,
+            )  # fmt: skip

@@ -1,0 +1,247 @@
+"""deadlines on the packaged model: levels follow promises, measured times and stored contexts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from leveled import TENTHS, Recorder
+from llama_cpp import Llama
+from preparing import prepare
+from served import serving
+from switching import PROMPT, ask
+
+from llmaas_hooks import serving_context
+from llmaas_plugins import activate, deadlines, elastic
+from llmaas_plugins.elastic import latency
+from llmaas_plugins.elastic.latency import Curves, Latency, Machine, latency_path
+
+N = len(PROMPT)
+LONG = [1, *range(300, 379)]
+
+
+def slow(level):
+    """Return times of a machine on which a token takes ``level`` seconds, so that all fit."""
+    return tuple(1000 * level * n for n in (1, 1000))
+
+
+def write_times(model, scale=1.0):
+    """Write a table in which each prompt token, and each further one, takes ``level`` seconds."""
+    curves = {
+        "n_tokens": (1, 1000),
+        "spread_ms": (((0.0, 0.0),) * len(TENTHS),),
+        "held": (500,),
+    }
+    ttft = tuple(tuple(scale * ms for ms in slow(level)) for level in TENTHS)
+    held = tuple((scale * 500_000 * level,) for level in TENTHS)
+    flat = tuple((scale * 1000 * level,) * 2 for level in TENTHS)
+    Latency(
+        model=model.name,
+        table="uniform",
+        machine=Machine.this(),
+        levels=TENTHS,
+        threads=(1,),
+        ttft=Curves(ms=(ttft,), held_ms=(held,), **curves),
+        tpot=Curves(ms=(flat,), held_ms=(tuple(row[:1] for row in flat),), **curves),
+    ).save(latency_path(model, "uniform"))
+
+
+@pytest.fixture
+def model(reference_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(latency, "DIRECTORY", tmp_path / "latency")
+    model = prepare(reference_model, tmp_path / "model.gguf", tables=("uniform",))
+    write_times(model)
+    return model
+
+
+@pytest.fixture
+def start():
+    """Return a function that activates, and opens an engine."""
+    with contextlib.ExitStack() as stack:
+
+        def start(model, settings=None, **plugins):
+            recorder = Recorder()
+            config = {"elastic": {}, "deadlines": settings or {}} | plugins
+            suite = stack.enter_context(
+                activate({"on_error": "raise", "plugins": config}, {"recorder": recorder})
+            )
+            llama = Llama(str(model), n_ctx=256, verbose=False, n_threads=1, n_threads_batch=1)
+            stack.enter_context(contextlib.closing(llama))
+            return suite, llama, recorder
+
+        yield start
+
+
+def status(suite):
+    return suite.status()["plugins"]["deadlines"]
+
+
+def test_prompt_and_answer_get_the_widest_levels_that_fit(model, start):
+    suite, llama, recorder = start(model)
+    with deadlines.slo(ttft="60 %", tpot="40 %"):
+        ask(llama, PROMPT, 3)
+    # a tenth of margin is kept before any request was measured
+    assert recorder.taken(llama) == [(0.5, N), (0.3, 1), (0.3, 1)]
+    ask(llama, LONG, 2)
+    assert recorder.taken(llama)[0][0] == 1.0
+    found = status(suite)
+    assert found["requests"] | {"met": 1, "promised": 1} == found["requests"]
+    assert found["last"][""]["ttft"]["measured_ms"] > 0
+    assert found["last"][""]["tpot"]["measured_ms"] > 0
+
+
+def test_predictions_follow_the_machine(model, start):
+    """The table's times are seconds, and the packaged model takes milliseconds."""
+    suite, llama, recorder = start(model)
+    with deadlines.slo(ttft="2 s", tpot="2 s"):
+        for i in range(4):
+            llama.reset()
+            ask(llama, [1, 400 + i, *PROMPT[2:]], 3)
+    taken = recorder.taken(llama)
+    assert taken[0] == (0.2, N)
+    assert taken[-3:] == [(1.0, N), (1.0, 1), (1.0, 1)]
+    assert status(suite)["requests"]["infeasible"] == 1
+    (name,) = (name for name in status(suite)["corrections"] if name.endswith(": ttft"))
+    assert status(suite)["corrections"][name] < 0.5
+
+
+def test_the_apps_own_levels_are_kept(model, start):
+    _, llama, recorder = start(model)
+    with deadlines.slo(ttft="60 %", tpot="40 %"), elastic.level(prefill=0.9):
+        ask(llama, PROMPT, 2)
+    assert recorder.taken(llama) == [(0.9, N), (0.3, 1)]
+
+
+def test_cells_that_are_there_leave_time_for_a_wider_level(model, start):
+    suite, llama, recorder = start(model, {"ttft": "60 %"})
+    ask(llama, LONG, 1)
+    ask(llama, [*LONG, 401, 402], 1)
+    assert recorder.taken(llama)[-1] == (1.0, 2)
+    assert status(suite)["requests"]["infeasible"] == 0
+
+
+def test_stored_contexts_leave_time_for_a_wider_level(model, start, tmp_path):
+    kv = {"store": str(tmp_path / "kv"), "codec": "lossless"}
+    suite, llama, recorder = start(model, {"ttft": "60 %"}, kv_chunks=kv)
+    for context in "ab":
+        with serving_context(context):
+            ask(llama, [1, ord(context), *LONG[2:]], 1)
+    suite.settle()
+    recorder.taken(llama)
+    with serving_context("a"):
+        ask(llama, [1, ord("a"), *LONG[2:], 401, 402], 1)
+    level, n = recorder.taken(llama)[-1]
+    assert n < len(LONG) // 2
+    assert level == 1.0
+
+
+def test_apps_have_limits_of_their_own(model, start):
+    suite, llama, recorder = start(model, {"apps": {"keyboard": {"ttft": "30 %"}}})
+    for app in ("mail", "keyboard"):
+        llama.reset()
+        with serving_context("c", app):
+            ask(llama, [1, 400 + len(app), *PROMPT[2:]], 1)
+    assert [level for level, _ in recorder.taken(llama)] == [1.0, 0.2]
+    assert list(status(suite)["last"]) == ["keyboard"]
+
+
+@pytest.mark.parametrize("what", ["none", "damaged", "replaced"])
+def test_without_usable_times_the_whole_model_answers(model, start, what, caplog):
+    path = latency_path(model, "uniform")
+    if what == "none":
+        path.unlink()
+    elif what == "damaged":
+        path.write_bytes(path.read_bytes()[:-2])
+    suite, llama, recorder = start(model, {"ttft": "30 %"})
+    if what == "replaced":
+        other = model.with_suffix(".new")
+        other.write_bytes(model.read_bytes())
+        other.replace(model)
+    ask(llama, PROMPT, 2)
+    assert recorder.taken(llama) == [(1.0, N), (1.0, 1)]
+    assert status(suite)["requests"]["unplanned"] == 1
+    assert "llmaas elastic profile" in caplog.text
+
+
+def test_a_model_that_is_not_prepared_is_served(reference_model, start):
+    suite, llama, _ = start(reference_model, {"ttft": "1 s"})
+    assert ask(llama, PROMPT, 2)
+    assert status(suite)["requests"]["unplanned"] == 1
+
+
+def test_without_promises_the_text_is_the_same(model, start):
+    suite, llama, _ = start(model)
+    expected = ask(llama, PROMPT, 8)[0]
+    suite.deactivate()
+    with (
+        activate({"plugins": {"elastic": {}}}),
+        contextlib.closing(
+            Llama(str(model), n_ctx=256, verbose=False, n_threads=1, n_threads_batch=1)
+        ) as other,
+    ):
+        assert ask(other, PROMPT, 8)[0] == expected
+
+
+CONFIG = """
+on_error = "raise"
+[service]
+state_dir = "state"
+[plugins.elastic]
+[plugins.deadlines]
+"""
+
+
+def post(server, path, body, **headers):
+    request = urllib.request.Request(
+        f"{server.address}{path}",
+        json.dumps({"max_tokens": 2, "temperature": 0.0} | body).encode(),
+        {"Content-Type": "application/json", **headers},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_the_service_takes_a_field_and_a_header(model, tmp_path):
+    pytest.importorskip("fastapi")
+    with serving(tmp_path, "--model", str(model), config=CONFIG) as server:
+
+        def last(app=""):
+            return server.status()["plugins"]["deadlines"]["last"][app]
+
+        slo = {"ttft": "5 s", "tpot": "50 %"}
+        status, _ = post(server, "/v1/completions", {"prompt": "Once", "slo": slo})
+        assert status == 200
+        assert (last()["ttft"]["promised"], last()["tpot"]["promised"]) == ("5000 ms", "50 %")
+        header = {"X-LLMaaS-SLO": "4 s/70 ms"}
+        body = {"prompt": "Twice", "slo": {"tpot": "1 s"}}
+        assert post(server, "/v1/completions", body, **header)[0] == 200
+        assert (last()["ttft"]["promised"], last()["tpot"]["promised"]) == ("4000 ms", "1000 ms")
+        context = server.client.bind("mail").new_context()
+        context.call("Who?", slo={"ttft": "3 s"}, max_tokens=2)
+        assert last("mail")["ttft"]["promised"] == "3000 ms"
+        assert server.metrics()['llmaas_deadlines_requests{key="promised"}'] == 3
+        for wrong in ({}, "300 ms", {"ttft": 300}, {"first": "1 s"}, [1]):
+            status, answer = post(server, "/v1/completions", {"prompt": "No", "slo": wrong})
+            assert status == 400
+            assert "slo: expected" in answer["error"]["message"]
+        for header in ("/", "fast", "1 s/2 s/3 s"):
+            status, answer = post(
+                server, "/v1/completions", {"prompt": "No"}, **{"X-LLMaaS-SLO": header}
+            )
+            assert status == 400
+            assert "X-LLMaaS-SLO: expected" in answer["error"]["message"]
+
+
+def test_a_service_without_the_plugin_refuses_promises(model, tmp_path):
+    pytest.importorskip("fastapi")
+    config = CONFIG.replace("[plugins.deadlines]\n", "")
+    with serving(tmp_path, "--model", str(model), config=config) as server:
+        status, answer = post(server, "/v1/completions", {"prompt": "Once", "slo": {"ttft": "1 s"}})
+        assert status == 400
+        assert "the plugin deadlines is not on" in answer["error"]["message"]

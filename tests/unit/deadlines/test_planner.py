@@ -1,0 +1,116 @@
+"""Choice of levels for a promise."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmaas_hooks import Levels, LevelTimes, Limit, Promise, RequestCost
+from llmaas_plugins.deadlines.correction import Factor
+from llmaas_plugins.deadlines.planner import Plan, Question, plan
+
+SURE = Factor(1.0, 1.0)
+TENTHS = (1.0, 0.8, 0.6, 0.4)
+
+
+def times(level):
+    """Return times of a level: 1 ms for each prompt token, 10 ms for each further one."""
+    return LevelTimes(level, lambda n: level * n / 1000, lambda _n: level / 100)
+
+
+LEVELS = tuple(map(times, TENTHS))
+
+
+def question(promise, *, cost=RequestCost(levels=LEVELS), n_prompt=100, **others):  # noqa: B008
+    return Question(promise, cost, n_prompt, **{"ttft": SURE, "tpot": SURE} | others)
+
+
+def limits(ttft=None, tpot=None):
+    return Promise(*(None if one is None else Limit.of(one) for one in (ttft, tpot)))
+
+
+@pytest.mark.parametrize(
+    ("promise", "expected"),
+    [
+        (limits("100 ms", "10 ms"), Levels(1.0, 1.0)),
+        (limits("99 ms", "7 ms"), Levels(0.8, 0.6)),
+        (limits("60 %", "80 %"), Levels(0.6, 0.8)),
+        (limits(tpot="5 ms"), Levels(None, 0.4)),
+        (limits(ttft="1 s"), Levels(1.0, None)),
+    ],
+)
+def test_the_widest_levels_that_fit_are_used(promise, expected):
+    found = plan(question(promise))
+    assert found.levels == expected
+    assert all(phase.is_feasible for phase in found if phase is not None)
+
+
+def test_if_nothing_fits_the_fastest_level_is_used_and_flagged():
+    found = plan(question(limits("30 ms", "1 ms")))
+    assert found.levels == Levels(0.4, 0.4)
+    assert [phase.is_feasible for phase in found] == [False, False]
+    assert found.ttft.limit_s == 0.03
+    assert found.ttft.expected_s == pytest.approx(0.04)
+
+
+def test_the_fastest_level_need_not_be_the_narrowest():
+    slow = LevelTimes(0.3, lambda n: n / 100, lambda _n: 1.0)
+    found = plan(question(limits("1 ms", "1 ms"), cost=RequestCost(levels=(*LEVELS, slow))))
+    assert found.levels == Levels(0.4, 0.4)
+
+
+def test_tokens_that_are_ready_take_no_time_but_restoring_them_does():
+    warm = RequestCost(n_ready=80, ready_s=0.004, levels=LEVELS)
+    assert plan(question(limits("24 ms"), cost=warm)).ttft.level == 1.0
+    assert plan(question(limits("20 ms"), cost=warm)).ttft.level == 0.8
+    # a share is of the whole model's time for the whole prompt
+    assert plan(question(limits("24 %"), cost=warm)).ttft.level == 1.0
+
+
+def test_one_token_is_evaluated_even_if_all_are_ready():
+    found = plan(question(limits("1 s"), cost=RequestCost(100, 0.0, LEVELS)))
+    assert found.ttft.table_s == 0.001
+
+
+def test_levels_that_the_app_sets_are_kept_and_judged():
+    found = plan(question(limits("70 ms", "5 ms"), asked=Levels(0.9, 0.65)))
+    assert found.levels == Levels(0.8, 0.6)
+    assert [phase.is_feasible for phase in found] == [False, False]
+    assert plan(question(limits("1 s"), asked=Levels(0.1 + 0.2))).ttft.level == 0.4
+
+
+def test_slow_machines_use_narrower_levels():
+    found = plan(question(limits("100 ms"), ttft=Factor(1.5, 1.6)))
+    assert found.ttft.level == 0.6
+    assert found.ttft.expected_s == pytest.approx(0.09)
+    # the whole model is slower, too
+    assert plan(question(limits("60 %"), ttft=Factor(2.0, 2.0))).ttft.level == 0.6
+
+
+def test_without_times_nothing_is_planned():
+    found = plan(question(limits("1 s", "1 s"), cost=RequestCost()))
+    assert found == Plan(None, None)
+    assert found.levels == Levels()
+
+
+@given(
+    st.floats(1e-4, 1.0),
+    st.integers(1, 1000),
+    st.integers(0, 1000),
+    st.floats(0.2, 3.0),
+    st.floats(1.0, 2.0),
+)
+def test_a_feasible_plan_fits_and_no_wider_one_does(limit_s, n_prompt, n_ready, middle, spread):
+    factor = Factor(middle, middle * spread)
+    cost = RequestCost(min(n_ready, n_prompt), 0.001, LEVELS)
+    promise = Promise(Limit(limit_s))
+    phase = plan(question(promise, cost=cost, n_prompt=n_prompt, ttft=factor)).ttft
+    n_evaluated = max(n_prompt - cost.n_ready, 1)
+    fits = [
+        one.level
+        for one in LEVELS
+        if (cost.ready_s + one.ttft_s(n_evaluated)) * factor.high <= limit_s
+    ]
+    assert phase.is_feasible == bool(fits)
+    assert phase.level == (max(fits) if fits else min(TENTHS))

@@ -1,0 +1,202 @@
+"""Hooks of deadlines on a fake engine: promises, plans, outcomes and what the status says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from llmaas_hooks import (
+    ConfigError,
+    HookManager,
+    Levels,
+    LevelTimes,
+    Limit,
+    Promise,
+    Request,
+    RequestCost,
+    RequestStats,
+    hookimpl,
+)
+from llmaas_hooks.testing import FakeEngine, check_contract, serve
+from llmaas_plugins import deadlines
+from llmaas_plugins.deadlines.config import DeadlinesConfig
+from llmaas_plugins.deadlines.plugin import Deadlines
+
+PROMPT = np.arange(100, dtype=np.int32)
+LEVELS = tuple(
+    LevelTimes(level, lambda n, x=level: x * n / 1000, lambda _n, x=level: x / 100)
+    for level in (1.0, 0.8, 0.6, 0.4)
+)
+
+
+class Measured:
+    @hookimpl
+    def llmaas_cost(self):
+        return RequestCost(levels=LEVELS)
+
+
+class Planned:
+    """Manager with the plugin, and one engine."""
+
+    def __init__(self, config=None, *, times=True):
+        self.hooks = HookManager("raise")
+        self.plugin = Deadlines(DeadlinesConfig.model_validate(config or {}))
+        self.hooks.register("deadlines", self.plugin)
+        if times:
+            self.hooks.register("elastic", Measured())
+        self.engine = FakeEngine(llama=SimpleNamespace(model_path="model.gguf"))
+
+    def serve(self, ttft_s=0.05, tpot_s=0.005, n=11, **facts):
+        """Serve a request that takes this long; return its levels."""
+        request = Request(self.engine, PROMPT, **{"context_id": None} | facts)
+        levels = self.hooks.level(request)
+        first = ttft_s if n else None
+        stats = RequestStats(100, 0, n, 0.0, first, 9.0, tpot_s * max(n - 1, 0))
+        self.hooks.request_end(request, stats)
+        return levels
+
+    def status(self):
+        return self.hooks.status()["deadlines"]
+
+
+def promise(ttft=None, tpot=None):
+    return Promise(*(None if one is None else Limit.of(one) for one in (ttft, tpot)))
+
+
+def test_the_contract_is_kept():
+    def use(hooks):
+        engine = FakeEngine(ctx=id(object()), llama=SimpleNamespace(model_path="model.gguf"))
+        serve(hooks, engine, [1, 2, 3])
+
+    check_contract(Deadlines, {"ttft": "100 ms"}, use)
+
+
+def test_requests_without_a_promise_are_left_alone():
+    planned = Planned()
+    assert planned.serve() is None
+    assert planned.status()["requests"]["promised"] == 0
+    assert planned.status()["corrections"] == {}
+
+
+def test_a_request_goes_before_its_app_and_that_before_the_rest():
+    config = {"ttft": "500 ms", "tpot": "50 ms", "apps": {"mail": {"ttft": "50 ms"}}}
+
+    def levels(**facts):
+        return Planned(config).serve(**facts)
+
+    assert levels() == Levels(1.0, 1.0)
+    assert levels(app="mail") == Levels(0.4, 1.0)
+    assert levels(app="mail", promise=promise("90 ms")) == Levels(0.8, 1.0)
+    assert levels(app="mail", promise=promise(tpot="5 ms")) == Levels(0.4, 0.4)
+    assert levels(app="mail", declined=frozenset({"deadlines"})) is None
+
+
+def test_without_elastic_the_whole_model_is_judged():
+    planned = Planned()
+    levels = planned.serve(promise=promise("70 ms"), declined=frozenset({"elastic"}))
+    assert levels == Levels(1.0)
+    assert planned.status()["requests"]["infeasible"] == 1
+
+
+def test_the_status_says_promised_expected_and_measured():
+    planned = Planned()
+    planned.serve(0.09, 0.004, app="mail", promise=promise("70 ms", "60 %"))
+    found = planned.status()
+    assert found["requests"] == {
+        "promised": 1, "met": 0, "missed": 1, "infeasible": 0, "unplanned": 0,
+    }  # fmt: skip
+    assert found["last"]["mail"] == {
+        "missed": ["ttft"],
+        "infeasible": [],
+        "ttft": {
+            "promised": "70 ms",
+            "promised_ms": 70.0,
+            "expected_ms": 60.0,
+            "measured_ms": 90.0,
+            "level": 0.6,
+        },
+        "tpot": {
+            "promised": "60 %",
+            "promised_ms": 6.0,
+            "expected_ms": 4.0,
+            "measured_ms": 4.0,
+            "level": 0.4,
+        },
+    }
+    assert found["ttft_over_promise"]["1.25"] == 0
+    assert found["ttft_over_promise"]["1.5"] == found["ttft_over_promise"]["inf"] == 1
+    assert found["tpot_over_promise"]["0.8"] == 1
+
+
+def test_what_cannot_be_kept_is_flagged_even_if_it_was():
+    planned = Planned()
+    planned.serve(0.01, promise=promise("20 ms"))
+    assert planned.status()["requests"] == {
+        "promised": 1, "met": 1, "missed": 0, "infeasible": 1, "unplanned": 0,
+    }  # fmt: skip
+    assert planned.status()["last"][""]["infeasible"] == ["ttft"]
+
+
+def test_a_busy_machine_is_followed():
+    planned = Planned()
+    levels = [planned.serve(3 * x * 0.1, promise=promise("200 ms")) for x in (1.0,) * 10]
+    assert levels[0] == Levels(1.0)
+    assert levels[-1].prefill == 0.4  # 40 ms by the table
+    assert planned.status()["corrections"]["model.gguf: ttft"] > 2
+
+
+def test_requests_that_end_before_a_token_do_not_count():
+    planned = Planned()
+    planned.serve(n=0, promise=promise("70 ms"))
+    assert planned.status()["requests"]["promised"] == 0
+    planned.serve(n=1, promise=promise("70 ms", "5 ms"))
+    assert planned.status()["last"][""]["tpot"]["measured_ms"] is None
+
+
+def test_without_measured_times_the_log_says_once_how_to_get_them(caplog):
+    planned = Planned(times=False)
+    assert planned.serve(promise=promise("70 ms")) == Levels()
+    planned.serve(promise=promise("70 ms"))
+    assert planned.status()["requests"]["unplanned"] == 2
+    assert caplog.text.count("llmaas elastic profile model.gguf") == 1
+    assert planned.status()["last"][""]["ttft"]["measured_ms"] == 50.0
+
+
+def test_a_freed_context_leaves_nothing():
+    planned = Planned()
+    planned.hooks.level(Request(planned.engine, PROMPT, None, promise=promise("70 ms")))
+    planned.hooks.context_free(planned.engine.ctx)
+    assert not planned.plugin._planned
+
+
+def test_only_recent_apps_are_kept():
+    planned = Planned()
+    for i in range(100):
+        planned.serve(app=str(i), promise=promise("70 ms"))
+    assert len(planned.status()["last"]) == 64
+    assert "99" in planned.status()["last"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"ttft": 0.3},
+        {"ttft": "fast"},
+        {"tpot": "0 ms"},
+        {"apps": {"mail": {"ttfd": "1 s"}}},
+        {"apps": {"mail": "1 s"}},
+    ],
+)
+def test_wrong_settings_are_refused(config):
+    with pytest.raises(ValidationError):
+        DeadlinesConfig.model_validate(config)
+
+
+def test_a_block_needs_a_limit():
+    with pytest.raises(ConfigError, match="needs a limit"):
+        deadlines.slo()
+    with pytest.raises(ConfigError, match=r"found 0\.3"):
+        deadlines.slo(ttft=0.3)

@@ -1,0 +1,128 @@
+"""Promises of latency, and the predictions that plugins give for a request."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hooked import manager, request
+
+from llmaas_hooks import (
+    NO_PROMISE,
+    ConfigError,
+    Levels,
+    LevelTimes,
+    Limit,
+    PluginError,
+    Promise,
+    RequestCost,
+    hookimpl,
+    request_scope,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("300 ms", Limit(0.3)),
+        ("1.5s", Limit(1.5)),
+        (" 60 % ", Limit(0.6, is_share=True)),
+        (Limit(0.5), Limit(0.5)),
+    ],
+)
+def test_limits_are_times_or_shares(text, expected):
+    found = Limit.of(text)
+    assert found.is_share == expected.is_share
+    assert found.value == pytest.approx(expected.value)
+    assert Limit.of(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("", "300", "0 ms", "-1 s", "1e3 ms", "nan s", "100000 s", "2000 %", "\uff13 s"),
+        *(0.3, True, None, [], b"1 s"),
+    ],
+)
+def test_other_limits_are_refused_with_an_example(wrong):
+    with pytest.raises(ConfigError, match="expected a time such as '300 ms'"):
+        Limit.of(wrong)
+
+
+def test_shares_are_of_the_whole_models_time():
+    assert Limit(0.6, is_share=True).seconds(2.0) == 1.2
+    assert Limit(0.3).seconds(2.0) == 0.3
+
+
+def test_inner_blocks_replace_each_limit_apart():
+    outer, inner = Promise(Limit(1.0), Limit(0.1)), Promise(tpot=Limit(0.2))
+    with request_scope.promising(outer), request_scope.promising(inner):
+        assert request_scope.current().promise == Promise(Limit(1.0), Limit(0.2))
+    assert request_scope.current().promise is NO_PROMISE
+
+
+class Answering:
+    def __init__(self, answer):
+        self.answer = answer
+
+    @hookimpl
+    def llmaas_cost(self, request):
+        return self.answer
+
+
+LEVELS = (LevelTimes(1.0, lambda n: 0.1 * n, lambda n: 0.1),)
+
+
+def test_hook_llmaas_cost_adds_up_the_answers_of_all_plugins():
+    hooks = manager(
+        cells=Answering(RequestCost(2, 0.25)),
+        nothing=Answering(None),
+        levels=Answering(RequestCost(1, 0.5, LEVELS)),
+    )
+    assert hooks.cost(request()) == RequestCost(2, 0.75, LEVELS)
+
+
+def test_cells_that_the_engine_holds_are_ready():
+    one = request()
+    one.engine.tokens = one.tokens[:2].tolist()
+    assert manager().cost(one).n_ready == 2
+    one.engine.resident_app = "mail"  # not the request's
+    assert manager().cost(one).n_ready == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        3,
+        RequestCost(-1),
+        RequestCost(4),
+        RequestCost(1, -1.0),
+        RequestCost(1, math.inf),
+        RequestCost(1, math.nan),
+    ],
+)
+def test_impossible_predictions_are_the_plugins_error(wrong):
+    with pytest.raises(PluginError, match=r"'liar' failed in llmaas_cost: .*returned"):
+        manager(liar=Answering(wrong)).cost(request())
+    assert manager("log", liar=Answering(wrong)).cost(request()) == RequestCost()
+
+
+def test_a_planner_asks_only_if_it_wants_to():
+    asked = []
+
+    class Planner:
+        @hookimpl
+        def llmaas_level(self, request, cost):
+            return Levels(cost().ready_s) if request.promise != NO_PROMISE else None
+
+    class Costly:
+        @hookimpl
+        def llmaas_cost(self):
+            asked.append(1)
+            return RequestCost(0, 0.5)
+
+    hooks = manager(planner=Planner(), costly=Costly())
+    assert hooks.level(request()) is None
+    assert not asked
+    assert hooks.level(request(promise=Promise(Limit(1.0)))) == Levels(0.5)
+    assert asked == [1]
