@@ -293,7 +293,7 @@ class TestService:
         assert status == 400
         said = json.loads(answer)["error"]["message"]
         assert "X-LLMaaS-Without: unknown plugin" in said
-        assert "Installed: elastic, flash_weights, knn_lm, kv_chunks" in said
+        assert "Installed: deadlines, elastic, flash_weights, knn_lm, kv_chunks" in said
 
 
 def post(server, path, body, headers):
