@@ -79,7 +79,8 @@ class Outcomes:
 
     def __init__(self) -> None:
         """Start with zeros."""
-        self._counts = dict.fromkeys(("promised", "met", "missed", "infeasible", "unplanned"), 0)
+        names = ("promised", "met", "missed", "infeasible", "unexpected", "unplanned")
+        self._counts = dict.fromkeys(names, 0)
         self._histograms = {
             name: dict.fromkeys((*map(str, _BOUNDS), "inf"), 0) for name in ("ttft", "tpot")
         }
@@ -94,6 +95,7 @@ class Outcomes:
         else:
             counts["missed" if found.misses else "met"] += 1
             counts["infeasible"] += bool(found.infeasible)
+            counts["unexpected"] += not set(found.misses) <= set(found.infeasible)
         for name, phase, measured_s in found.phases:
             if phase is not None and measured_s is not None:
                 self._bucket(self._histograms[name], measured_s / phase.limit_s)

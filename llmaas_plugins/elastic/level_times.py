@@ -29,9 +29,9 @@ def read_latency(load: ModelLoad, table: str) -> Latency | None:
         The times; None if there are none, or if the file was replaced since it was loaded. A file
         of times that is damaged is logged, and counts as none.
     """
-    if load.files and files_now(load.path) != tuple(load.files):
+    if not load.files or files_now(load.files[0].path) != load.files:
         return None
-    path = Path(load.path)
+    path = Path(load.files[0].path)
     try:
         return Latency.load(latency_path(path, table))
     except LlmaasError as error:

@@ -148,6 +148,14 @@ def test_apps_have_limits_of_their_own(model, start):
     assert list(status(suite)["last"]) == ["keyboard"]
 
 
+def test_a_relative_path_names_the_same_times(model, start, monkeypatch):
+    monkeypatch.chdir(model.parent)
+    suite, llama, recorder = start(model.name, {"ttft": "60 %"})
+    monkeypatch.chdir("/")
+    ask(llama, PROMPT, 1)
+    assert recorder.taken(llama) == [(0.5, N)]
+
+
 @pytest.mark.parametrize("what", ["none", "damaged", "replaced"])
 def test_without_usable_times_the_whole_model_answers(model, start, what, caplog):
     path = latency_path(model, "uniform")
