@@ -150,7 +150,7 @@ def test_apps_have_limits_of_their_own(model, start):
 
 def test_a_relative_path_names_the_same_times(model, start, monkeypatch):
     monkeypatch.chdir(model.parent)
-    suite, llama, recorder = start(model.name, {"ttft": "60 %"})
+    _, llama, recorder = start(model.name, {"ttft": "60 %"})
     monkeypatch.chdir("/")
     ask(llama, PROMPT, 1)
     assert recorder.taken(llama) == [(0.5, N)]
