@@ -63,14 +63,22 @@ class Promise:
     Attributes:
         ttft: Longest time from the call to the first token.
         tpot: Longest mean time of each further token.
+        waited_s: Seconds for which the request waited before it began; they count as time to the
+            first token.
     """
 
     ttft: Limit | None = None
     tpot: Limit | None = None
+    waited_s: float = 0.0
+
+    def __bool__(self) -> bool:
+        """Return whether any limit is promised."""
+        return self.ttft is not None or self.tpot is not None
 
     def over(self, other: Promise) -> Promise:
         """Return this promise, with each None replaced by the limit of ``other``."""
-        return Promise(self.ttft or other.ttft, self.tpot or other.tpot)
+        waited_s = self.waited_s + other.waited_s
+        return Promise(self.ttft or other.ttft, self.tpot or other.tpot, waited_s)
 
 
 NO_PROMISE = Promise()

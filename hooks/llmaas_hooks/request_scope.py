@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from llmaas_hooks.promises import NO_PROMISE, Promise
 from llmaas_hooks.types import Levels
@@ -21,6 +21,7 @@ __all__ = [
     "current",
     "entered",
     "keep_scope",
+    "noting",
     "promising",
     "serving_context",
     "without",
@@ -42,6 +43,8 @@ class RequestScope(NamedTuple):
         declined: Names of plugins that the requests do without.
         levels: Levels that the app asks for.
         promise: Latency that the app asks for.
+        notes: Reports of plugins about the last request, by the plugin's name, for the one who made
+            it; None if nobody reads them.
     """
 
     context_id: str | None = None
@@ -49,6 +52,7 @@ class RequestScope(NamedTuple):
     declined: frozenset[str] = frozenset()
     levels: Levels = Levels()
     promise: Promise = NO_PROMISE
+    notes: dict[str, Any] | None = None
 
 
 _NO_BLOCKS = RequestScope()
@@ -134,6 +138,14 @@ def promising(promise: Promise) -> Iterator[None]:
     scope = current()
     with entered(scope._replace(promise=promise.over(scope.promise))):
         yield
+
+
+@contextmanager
+def noting() -> Iterator[dict[str, Any]]:
+    """Yield a dictionary into which plugins write reports about requests made in the block."""
+    notes: dict[str, Any] = {}
+    with entered(current()._replace(notes=notes)):
+        yield notes
 
 
 def keep_scope(

@@ -333,6 +333,8 @@ class Request:
             generated text must check this itself and leave such a request alone.
         levels: Levels that the app asks for; a plugin that serves levels must check this itself.
         promise: Latency that the app asks for.
+        notes: Place where a plugin may write a report about the request, as JSON types under its
+            own name, for the one who made it; None if nobody reads it.
         reads_tokens: Whether the app gave a logits processor or a stopping criterion. Both read the
             tokens so far, so a plugin must not evaluate tokens that were not generated.
     """
@@ -344,6 +346,7 @@ class Request:
     declined: frozenset[str] = frozenset()
     levels: Levels = Levels()
     promise: Promise = NO_PROMISE
+    notes: dict[str, Any] | None = None
     reads_tokens: bool = False
 
 

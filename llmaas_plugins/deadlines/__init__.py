@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from llmaas_hooks import NO_PROMISE, ConfigError, Limit, Promise, request_scope
+from llmaas_hooks import ConfigError, Limit, Promise, request_scope
 
 __all__ = ["slo"]
 
@@ -32,7 +32,8 @@ def slo(ttft: str | None = None, tpot: str | None = None) -> AbstractContextMana
     Raises:
         ConfigError: No limit is given, or one of another form.
     """
-    promise = Promise(*(None if one is None else Limit.of(one) for one in (ttft, tpot)))
-    if promise == NO_PROMISE:
+    limits = [None if one is None else Limit.of(one) for one in (ttft, tpot)]
+    promise = Promise(limits[0], limits[1])
+    if not promise:
         raise ConfigError('deadlines.slo() needs a limit: slo(ttft="300 ms"), or slo(tpot="60 %")')
     return request_scope.promising(promise)

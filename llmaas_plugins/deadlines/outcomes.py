@@ -21,7 +21,8 @@ class Outcome(NamedTuple):
     Attributes:
         promise: Latency that was asked for.
         plan: Plan of the request.
-        ttft_s: Measured time to the first token; None if there was none.
+        ttft_s: Measured time to the first token, with the time that the request waited; None if
+            there was none.
         tpot_s: Measured mean time of each further token; None if there was none.
     """
 
@@ -71,7 +72,8 @@ def outcome(promise: Promise, plan: Plan, stats: RequestStats) -> Outcome:
     """Return the outcome of a request that ended."""
     n_others = stats.n_generated - 1
     tpot_s = stats.decode_s / n_others if n_others > 0 else None
-    return Outcome(promise, plan, stats.first_token_s, tpot_s)
+    first_s = stats.first_token_s
+    return Outcome(promise, plan, None if first_s is None else promise.waited_s + first_s, tpot_s)
 
 
 class Outcomes:

@@ -23,8 +23,8 @@ class Phase(NamedTuple):
     Attributes:
         level: Level to use.
         limit_s: Promised time.
-        table_s: Time by the tables alone, without a factor.
-        expected_s: Time to expect.
+        table_s: Time by the tables alone, without a factor, from the request's beginning.
+        expected_s: Time to expect, with the time that the request waited.
         is_feasible: Whether the time is rarely longer than promised.
     """
 
@@ -85,7 +85,7 @@ def plan(question: Question) -> Plan:
     if promise.ttft is not None:
         limit_s = promise.ttft.seconds(question.ttft.middle * whole.ttft_s(n_prompt))
         levels = _usable(cost.levels, question.asked.prefill)
-        ttft = _widest(levels, ttft_s, limit_s, question.ttft)
+        ttft = _widest(levels, ttft_s, limit_s, question.ttft, promise.waited_s)
     if promise.tpot is not None:
         limit_s = promise.tpot.seconds(question.tpot.middle * tpot_s(whole))
         levels = _usable(cost.levels, question.asked.decode)
@@ -108,9 +108,11 @@ def _widest(
     seconds: Callable[[LevelTimes], float],
     limit_s: float,
     factor: Factor,
+    waited_s: float = 0.0,
 ) -> Phase:
     times = [(one.level, seconds(one)) for one in levels]
-    fitting = ((level, s) for level, s in times if s * factor.high <= limit_s)
+    fitting = ((level, s) for level, s in times if waited_s + s * factor.high <= limit_s)
     found = next(fitting, None)
     level, table_s = found or min(times, key=lambda one: one[1])
-    return Phase(level, limit_s, table_s, table_s * factor.middle, found is not None)
+    expected_s = waited_s + table_s * factor.middle
+    return Phase(level, limit_s, table_s, expected_s, found is not None)

@@ -6,16 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-from llmaas_hooks import (
-    NO_PROMISE,
-    Levels,
-    Promise,
-    Request,
-    RequestCost,
-    RequestStats,
-    forks,
-    hookimpl,
-)
+from llmaas_hooks import Levels, Promise, Request, RequestCost, RequestStats, forks, hookimpl
 from llmaas_plugins.deadlines.config import DeadlinesConfig
 from llmaas_plugins.deadlines.correction import Correction
 from llmaas_plugins.deadlines.outcomes import Outcomes, outcome
@@ -56,7 +47,7 @@ class Deadlines:
     def llmaas_level(self, request: Request, cost: Callable[[], RequestCost]) -> Levels | None:
         """Choose the widest levels that keep the request's promise."""
         promise = request.promise.over(self._config.promise_of(request.app))
-        if promise == NO_PROMISE or _NAME in request.declined:
+        if not promise or _NAME in request.declined:
             return None
         costs, model = cost(), request.engine.llama.model_path
         with self._lock:
@@ -85,9 +76,13 @@ class Deadlines:
             if found.ttft_s is None:
                 return  # it was ended before its first token
             self._outcomes.add(request.app, found)
+            if request.notes is not None:
+                request.notes[_NAME] = found.report()
             for name, phase, measured_s in found.phases:
                 if phase is not None and measured_s is not None:
-                    self._correction(planned.model, name).add(measured_s, phase.table_s)
+                    waited_s = planned.promise.waited_s if name == "ttft" else 0.0
+                    correction = self._correction(planned.model, name)
+                    correction.add(measured_s - waited_s, phase.table_s)
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from llmaas_plugins.server.refusal import Refusal
@@ -12,6 +13,8 @@ __all__ = ["Answer", "Message", "Question", "Receive", "Send", "header"]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+_NOTES = b"x-llmaas-notes"
 
 
 class Question:
@@ -43,7 +46,7 @@ class Answer:
 
     A stream's head is held back until its first event, and its end until the app ends. A stream
     that fails at once therefore still gets an error status. One that fails later gets an error
-    event.
+    event. The head of a whole answer has the plugins' notes about it, as JSON.
     """
 
     def __init__(self, send: Send) -> None:
@@ -53,12 +56,16 @@ class Answer:
         self._has_begun = self._is_complete = False
         self.status = 0
         self.is_stream = self.is_refused = False
+        self.notes: Mapping[str, Any] = {}
 
     async def send(self, message: Message) -> None:
         """Send a message of the app, or hold it back for now."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.is_stream = header(message, b"content-type").startswith(b"text/event-stream")
+            if self.notes and not self.is_stream:
+                notes = json.dumps(self.notes, separators=(",", ":")).encode()
+                message = {**message, "headers": [*message["headers"], (_NOTES, notes)]}
         self._held.append(message)
         if not self.is_stream or message.get("body"):
             await self.flush()

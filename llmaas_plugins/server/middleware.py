@@ -21,7 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from llmaas_hooks import NO_PROMISE, ConfigError, Levels, Promise, UnknownPluginError
-from llmaas_hooks.request_scope import at_levels, promising, serving_context
+from llmaas_hooks.request_scope import at_levels, noting, promising, serving_context
 from llmaas_plugins.activation import without
 from llmaas_plugins.server.admission import Admission, Call, stopping
 from llmaas_plugins.server.api_keys import ApiKeys
@@ -161,7 +161,7 @@ class RequestMiddleware:
                 with serving_context(None, app or None):
                     await self._check_grammars(app, checked.wanted)
         if is_call:
-            with at_levels(levels), promising(promise):
+            with at_levels(levels), promising(promise), noting() as answer.notes:
                 await self._call(self._admission.enter(app), scope, body, receive, answer)
         else:
             await self._app(scope, _replay(body, receive), answer.send)
@@ -236,9 +236,10 @@ class RequestMiddleware:
         try:
             with call.scope:
                 await call.turn.wait()
-                self._metrics.waited(time.perf_counter() - came)
+                waited_s = time.perf_counter() - came
+                self._metrics.waited(waited_s)
                 named = serving_context(None, call.app or None)
-                with named, _declining(scope):
+                with named, _declining(scope), promising(Promise(waited_s=waited_s)):
                     await self._app(scope, _replay(body, _when(left)), answer.send)
                 await answer.flush()
         except BaseException as error:

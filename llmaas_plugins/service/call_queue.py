@@ -6,16 +6,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import ConfigError, Levels, LimitError, LlmaasError, StoreError, forks
-from llmaas_hooks.request_scope import at_levels, keep_scope, serving_context
+from llmaas_hooks import ConfigError, Levels, LimitError, LlmaasError, Promise, StoreError, forks
+from llmaas_hooks.request_scope import at_levels, keep_scope, noting, promising, serving_context
 from llmaas_patches.grammars import grammar_text
 from llmaas_plugins.activation import Suite, active_suite
 from llmaas_plugins.config import ServiceConfig
@@ -43,6 +43,7 @@ class Reply:
             context was at its limit.
         first_token_s: Seconds from the start on the engine to the first piece of text.
         total_s: Seconds on the engine.
+        notes: Reports of plugins about the call, by the plugin's name.
     """
 
     text: str
@@ -51,6 +52,7 @@ class Reply:
     n_left_out: int
     first_token_s: float
     total_s: float
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 class CallQueue(forks.Forked):
@@ -107,7 +109,9 @@ class CallQueue(forks.Forked):
         sampling: dict[str, Any],
     ) -> Generator[str, None, Reply]:
         check_levels(levels)  # fail before waiting
-        with self._slot(), self._context(load) as record:
+        came = time.perf_counter()
+        with self._slot(), self._context(load) as record, noting() as notes:
+            waited = Promise(waited_s=time.perf_counter() - came)
             options = {"max_tokens": self._config.max_new_tokens, **sampling}
             with self._at_the_engine():
                 llama = self._engine()
@@ -123,7 +127,7 @@ class CallQueue(forks.Forked):
             pieces: list[str] = []
             finish_reason, first_token_s = "stop", 0.0
             with closing(_completion(llama, record, seen, window, options)) as completion:
-                for piece, reason in self._steps(completion, levels):
+                for piece, reason in self._steps(completion, levels, waited):
                     finish_reason = reason or finish_reason
                     if piece:
                         first_token_s = first_token_s or time.perf_counter() - started
@@ -139,7 +143,7 @@ class CallQueue(forks.Forked):
             counted.add(record.id)
             total_s = time.perf_counter() - started
             n_tokens = record.n_tokens
-            return Reply(text, finish_reason, n_tokens, n_left_out, first_token_s, total_s)
+            return Reply(text, finish_reason, n_tokens, n_left_out, first_token_s, total_s, notes)
 
     def forget(self, context_ids: Sequence[str]) -> int:
         """Erase contexts that were deleted from the log: their KV in every tier, then their texts.
@@ -191,9 +195,11 @@ class CallQueue(forks.Forked):
         """Close the child's copy: the contexts' files belong to the parent."""
         self._is_closed = self._is_closed or in_child
 
-    def _steps(self, completion: Iterator[_Piece], levels: Levels) -> Iterator[_Piece]:
+    def _steps(
+        self, completion: Iterator[_Piece], levels: Levels, waited: Promise
+    ) -> Iterator[_Piece]:
         while True:
-            with self._at_the_engine(), at_levels(levels):
+            with self._at_the_engine(), at_levels(levels), promising(waited):
                 piece = next(completion, None)
             if piece is None:
                 return

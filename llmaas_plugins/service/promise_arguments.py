@@ -22,7 +22,8 @@ def promise_of(value: object) -> Promise:
         return NO_PROMISE
     if not isinstance(value, Mapping) or not value or not value.keys() <= _LIMITS:
         raise ConfigError(f"expected an object with ttft, tpot or both, found {str(value)[:80]!r}")
-    return Promise(**{name: Limit.of(limit) for name, limit in value.items()})
+    limits = {name: Limit.of(limit) for name, limit in value.items()}
+    return Promise(limits.get("ttft"), limits.get("tpot"))
 
 
 def promise_in_header(text: str) -> Promise:
@@ -31,9 +32,10 @@ def promise_in_header(text: str) -> Promise:
     Raises:
         ConfigError: The header has another form.
     """
-    ttft, _, tpot = (part.strip() for part in text.partition("/"))
-    promise = Promise(*(Limit.of(part) if part else None for part in (ttft, tpot)))
-    if promise == NO_PROMISE:
+    ttft, _, tpot = text.partition("/")
+    limits = [Limit.of(part) if part.strip() else None for part in (ttft, tpot)]
+    promise = Promise(limits[0], limits[1])
+    if not promise:
         raise ConfigError(f"expected limits such as 300 ms/60 ms, found {text!r}")
     return promise
 
@@ -45,5 +47,5 @@ def check_promise(promise: Promise) -> None:
         ConfigError: A promise is asked for, but the plugin that keeps it is not on.
     """
     suite = active_suite()
-    if promise != NO_PROMISE and (suite is None or "deadlines" not in suite.config.enabled()):
+    if promise and (suite is None or "deadlines" not in suite.config.enabled()):
         raise ConfigError("promises are not available: the plugin deadlines is not on")

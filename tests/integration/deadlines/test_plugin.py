@@ -14,10 +14,12 @@ from preparing import prepare
 from served import serving
 from switching import PROMPT, ask
 
-from llmaas_hooks import serving_context
+from llmaas_hooks import request_scope, serving_context
 from llmaas_plugins import activate, deadlines, elastic
+from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.elastic import latency
 from llmaas_plugins.elastic.latency import Curves, Latency, Machine, latency_path
+from llmaas_plugins.service import LLMService
 
 N = len(PROMPT)
 LONG = [1, *range(300, 379)]
@@ -193,6 +195,19 @@ def test_without_promises_the_text_is_the_same(model, start):
         assert ask(other, PROMPT, 8)[0] == expected
 
 
+def test_an_app_reads_what_was_kept(model, start, tmp_path):
+    _, llama, _ = start(model, {"ttft": "2 s"})
+    with request_scope.noting() as notes:
+        ask(llama, PROMPT, 2)
+    assert notes["deadlines"]["ttft"]["promised"] == "2000 ms"
+    with (
+        LLMService(llama, ServiceConfig(state_dir=tmp_path / "state")) as service,
+        deadlines.slo(ttft="40 %"),
+    ):
+        reply = service.bind("mail").new_context().call("Who?", max_tokens=2)
+    assert reply.notes["deadlines"]["ttft"]["promised"] == "40 %"
+
+
 CONFIG = """
 on_error = "raise"
 [service]
@@ -210,7 +225,8 @@ def post(server, path, body, **headers):
     )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.load(response)
+            notes = json.loads(response.headers.get("X-LLMaaS-Notes", "{}"))
+            return response.status, json.load(response) | {"notes": notes}
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
@@ -223,15 +239,18 @@ def test_the_service_takes_a_field_and_a_header(model, tmp_path):
             return server.status()["plugins"]["deadlines"]["last"][app]
 
         slo = {"ttft": "5 s", "tpot": "50 %"}
-        status, _ = post(server, "/v1/completions", {"prompt": "Once", "slo": slo})
+        status, answer = post(server, "/v1/completions", {"prompt": "Once", "slo": slo})
         assert status == 200
+        assert answer["notes"]["deadlines"] == last()
         assert (last()["ttft"]["promised"], last()["tpot"]["promised"]) == ("5000 ms", "50 %")
         header = {"X-LLMaaS-SLO": "4 s/70 ms"}
         body = {"prompt": "Twice", "slo": {"tpot": "1 s"}}
         assert post(server, "/v1/completions", body, **header)[0] == 200
         assert (last()["ttft"]["promised"], last()["tpot"]["promised"]) == ("4000 ms", "1000 ms")
         context = server.client.bind("mail").new_context()
-        context.call("Who?", slo={"ttft": "3 s"}, max_tokens=2)
+        reply = context.call("Who?", slo={"ttft": "3 s"}, max_tokens=2)
+        assert reply["notes"]["deadlines"] == last("mail")
+        assert context.call("And who?", max_tokens=2)["notes"] == {}
         assert last("mail")["ttft"]["promised"] == "3000 ms"
         assert server.metrics()['llmaas_deadlines_requests{key="promised"}'] == 3
         for wrong in ({}, "300 ms", {"ttft": 300}, {"first": "1 s"}, [1]):

@@ -68,6 +68,16 @@ def test_tokens_that_are_ready_take_no_time_but_restoring_them_does():
     assert plan(question(limits("24 %"), cost=warm)).ttft.level == 1.0
 
 
+def test_time_that_a_request_waited_counts():
+    promise = Promise(Limit(0.1), waited_s=0.03)
+    found = plan(question(promise, ttft=Factor(1.1, 1.1))).ttft
+    assert found.level == 0.6
+    assert found.table_s == pytest.approx(0.06)
+    assert found.expected_s == pytest.approx(0.096)
+    late = plan(question(Promise(Limit(0.1), waited_s=0.2))).ttft
+    assert (late.level, late.is_feasible) == (0.4, False)
+
+
 def test_one_token_is_evaluated_even_if_all_are_ready():
     found = plan(question(limits("1 s"), cost=RequestCost(100, 0.0, LEVELS)))
     assert found.ttft.table_s == 0.001

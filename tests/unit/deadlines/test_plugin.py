@@ -140,6 +140,15 @@ def test_what_cannot_be_kept_is_flagged_even_if_it_was():
     assert planned.status()["last"][""]["infeasible"] == ["ttft"]
 
 
+def test_waiting_counts_as_time_but_not_as_the_machines():
+    planned, notes = Planned(), {}
+    waiting = Promise(Limit(0.2), waited_s=0.05)
+    assert planned.serve(0.1, promise=waiting, notes=notes) == Levels(1.0)
+    assert notes["deadlines"]["ttft"]["measured_ms"] == 150.0
+    assert notes["deadlines"] == planned.status()["last"][""]
+    assert planned.status()["corrections"]["model.gguf: ttft"] == 1.0
+
+
 def test_a_busy_machine_is_followed():
     planned = Planned()
     levels = [planned.serve(3 * x * 0.1, promise=promise("200 ms")) for x in (1.0,) * 10]

@@ -61,6 +61,21 @@ def test_inner_blocks_replace_each_limit_apart():
     assert request_scope.current().promise is NO_PROMISE
 
 
+def test_waiting_adds_up_and_promises_nothing():
+    waited = Promise(waited_s=0.25)
+    with request_scope.promising(waited), request_scope.promising(waited):
+        assert request_scope.current().promise.waited_s == 0.5
+        assert not request_scope.current().promise
+    assert Promise(tpot=Limit(1.0))
+
+
+def test_notes_are_those_of_the_inner_block():
+    assert request_scope.current().notes is None
+    with request_scope.noting() as outer, request_scope.noting() as inner:
+        request_scope.current().notes["a"] = 1
+    assert (outer, inner) == ({}, {"a": 1})
+
+
 class Answering:
     def __init__(self, answer):
         self.answer = answer
