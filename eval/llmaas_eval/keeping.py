@@ -22,6 +22,7 @@ REPORTS = (
     "llmaas_eval.elastic.report",
     "llmaas_eval.distillation.report",
     "llmaas_eval.recovery.report",
+    "llmaas_eval.deadlines.report",
     "llmaas_eval.benchmarks.kv_chunks",
     "llmaas_eval.benchmarks.engine",
     "llmaas_eval.benchmarks.elastic",

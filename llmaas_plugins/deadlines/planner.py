@@ -1,7 +1,8 @@
 """Choose the widest levels whose predicted times keep a promise (ElastiLM §3.1, Eq 1).
 
 The paper scales one level by both limits. Here times are measured ones, and the prompt and the
-answer have a level each. Cells of any level serve every level, so the two are chosen apart.
+answer have a level each. Cells of any level serve every level, so the two are chosen apart. A share
+refers to a time that the whole model rarely exceeds, so that the whole model keeps 100 %.
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ def plan(question: Question) -> Plan:
     whole = cost.levels[0]
     ttft = tpot = None
     if promise.ttft is not None:
-        limit_s = promise.ttft.seconds(question.ttft.middle * whole.ttft_s(n_prompt))
+        limit_s = promise.ttft.seconds(question.ttft.high * whole.ttft_s(n_prompt))
         levels = _usable(cost.levels, question.asked.prefill)
         ttft = _widest(levels, ttft_s, limit_s, question.ttft, promise.waited_s)
     if promise.tpot is not None:
-        limit_s = promise.tpot.seconds(question.tpot.middle * tpot_s(whole))
+        limit_s = promise.tpot.seconds(question.tpot.high * tpot_s(whole))
         levels = _usable(cost.levels, question.asked.decode)
         tpot = _widest(levels, tpot_s, limit_s, question.tpot)
     return Plan(ttft, tpot)
@@ -111,7 +112,8 @@ def _widest(
     waited_s: float = 0.0,
 ) -> Phase:
     times = [(one.level, seconds(one)) for one in levels]
-    fitting = ((level, s) for level, s in times if waited_s + s * factor.high <= limit_s)
+    most_s = limit_s * (1 + _ROUNDING)
+    fitting = ((level, s) for level, s in times if waited_s + s * factor.high <= most_s)
     found = next(fitting, None)
     level, table_s = found or min(times, key=lambda one: one[1])
     expected_s = waited_s + table_s * factor.middle

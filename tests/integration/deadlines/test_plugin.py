@@ -85,8 +85,7 @@ def test_prompt_and_answer_get_the_widest_levels_that_fit(model, start):
     suite, llama, recorder = start(model)
     with deadlines.slo(ttft="60 %", tpot="40 %"):
         ask(llama, PROMPT, 3)
-    # a tenth of margin is kept before any request was measured
-    assert recorder.taken(llama) == [(0.5, N), (0.3, 1), (0.3, 1)]
+    assert recorder.taken(llama) == [(0.6, N), (0.4, 1), (0.4, 1)]
     ask(llama, LONG, 2)
     assert recorder.taken(llama)[0][0] == 1.0
     found = status(suite)
@@ -114,7 +113,7 @@ def test_the_apps_own_levels_are_kept(model, start):
     _, llama, recorder = start(model)
     with deadlines.slo(ttft="60 %", tpot="40 %"), elastic.level(prefill=0.9):
         ask(llama, PROMPT, 2)
-    assert recorder.taken(llama) == [(0.9, N), (0.3, 1)]
+    assert recorder.taken(llama) == [(0.9, N), (0.4, 1)]
 
 
 def test_cells_that_are_there_leave_time_for_a_wider_level(model, start):
@@ -146,7 +145,7 @@ def test_apps_have_limits_of_their_own(model, start):
         llama.reset()
         with serving_context("c", app):
             ask(llama, [1, 400 + len(app), *PROMPT[2:]], 1)
-    assert [level for level, _ in recorder.taken(llama)] == [1.0, 0.2]
+    assert [level for level, _ in recorder.taken(llama)] == [1.0, 0.3]
     assert list(status(suite)["last"]) == ["keyboard"]
 
 
@@ -155,7 +154,7 @@ def test_a_relative_path_names_the_same_times(model, start, monkeypatch):
     _, llama, recorder = start(model.name, {"ttft": "60 %"})
     monkeypatch.chdir("/")
     ask(llama, PROMPT, 1)
-    assert recorder.taken(llama) == [(0.5, N)]
+    assert recorder.taken(llama) == [(0.6, N)]
 
 
 @pytest.mark.parametrize("what", ["none", "damaged", "replaced"])

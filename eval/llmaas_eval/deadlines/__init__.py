@@ -1,0 +1,1 @@
+"""Promises of latency on an idle machine: which are kept, and how good the predictions are."""

@@ -1,0 +1,69 @@
+"""``python -m llmaas_eval.deadlines``: promises of latency that are kept on an idle machine.
+
+It makes a random model of a 200 M shape, measures its levels' times as ``llmaas elastic profile``
+does, and then serves requests with the promises of ElastiLM's six apps (Table 3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from llmaas_eval.deadlines.report import report
+from llmaas_eval.deadlines.study import APPS, KINDS, Setting, measure
+from llmaas_eval.elastic.prepared import write_uniform
+from llmaas_eval.models import SHAPE_200M, SHAPE_TINY, write_random_model
+from llmaas_eval.results import write
+from llmaas_plugins.cli.main import main as llmaas
+from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the tables and write the output; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m llmaas_eval.deadlines",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--requests", type=int, default=40, help="requests of each app and kind; %(default)s")
+    add("-o", "--output", type=Path, default=Path("deadlines"), help="folder for the results")
+    add("--quick", action="store_true", help="two requests of a tiny model, as a check only")
+    args = parser.parse_args(argv)
+    setting = Setting(2, 40, 8, 3) if args.quick else Setting(args.requests)
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(Path(folder), is_tiny=args.quick)
+        lengths = "8,16,32,64" if args.quick else "16,32,64,128,256"
+        if code := llmaas(["elastic", "profile", str(model), "--prompts", lengths]):
+            return code
+        n = setting.n_requests * (len(APPS) + 1) * len(KINDS)
+        with tqdm(total=n, desc="requests", disable=None) as bar:
+            samples = measure(model, setting, bar.update)
+    rows = [sample._asdict() for sample in samples]
+    text = write(args.output / "deadlines.json", asdict(setting), rows, report)
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+# -- internals -----------------------------------------------------------------------------------
+
+
+def _model(folder: Path, *, is_tiny: bool) -> Path:
+    """Write a random model with the paper's uniform widths."""
+    source = write_random_model(folder / "random.gguf", SHAPE_TINY if is_tiny else SHAPE_200M)
+    blocks = blocks_of(source)
+    scores = Scores(
+        np.zeros((blocks.n_layers, blocks.n_groups)),
+        np.zeros((blocks.n_layers, blocks.n_ff)),
+        Calibration("0" * 64, 0, 0, "none"),
+    )
+    return write_uniform(source, folder / "random.elastic.gguf", scores)

@@ -1,0 +1,138 @@
+"""Requests of six apps with the promises of ElastiLM's Table 3, one at a time.
+
+Prompts are random tokens, whose values do not affect times. A cold prompt has no cells; of a warm
+one, all but the question is there already, as an app's system prompt is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from llama_cpp import Llama
+
+from llmaas_hooks import request_scope
+from llmaas_plugins.activation import activate
+from llmaas_plugins.deadlines import slo
+
+__all__ = ["APPS", "FASTEST", "KINDS", "Sample", "Setting", "measure"]
+
+APPS = {
+    "Rewind": ("100 %", "100 %"),
+    "GMail": ("80 %", "90 %"),
+    "Octopus": ("60 %", "80 %"),
+    "Shortcuts": ("40 %", "70 %"),
+    "Gboard": ("20 %", "60 %"),
+    "XiaoAi": ("20 %", "50 %"),
+}
+"""Time to the first token and of each further one, as shares of the whole model's (Table 3)."""
+FASTEST = "fastest setting"
+"""Requests that nothing can serve in time, so that they show the fastest setting's times."""
+KINDS = ("cold", "warm")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Requests to make.
+
+    Attributes:
+        n_requests: Requests of each app and kind.
+        n_prompt: Tokens of a prompt.
+        n_question: Last tokens of the prompt, which are new in each request.
+        n_answer: Tokens of an answer.
+    """
+
+    n_requests: int
+    n_prompt: int = 200
+    n_question: int = 25
+    n_answer: int = 16
+
+
+class Sample(NamedTuple):
+    """One phase of one request.
+
+    Attributes:
+        app: Name of the app.
+        kind: One of ``KINDS``.
+        phase: ``ttft`` or ``tpot``.
+        promised_ms: Promised time.
+        expected_ms: Time that the plan expected.
+        measured_ms: Measured time.
+        level: Level that was used.
+        is_feasible: Whether the plan said that the promise will be kept.
+    """
+
+    app: str
+    kind: str
+    phase: str
+    promised_ms: float
+    expected_ms: float
+    measured_ms: float
+    level: float
+    is_feasible: bool
+
+
+def measure(model: Path, setting: Setting, progress: Callable[[], object]) -> list[Sample]:
+    """Serve all requests, apps and kinds in turn.
+
+    Args:
+        model: Prepared model whose times were measured.
+        setting: Requests to make.
+        progress: Called after each request.
+    """
+    chance = np.random.default_rng(0)
+    apps = {FASTEST: ("1 %", "1 %"), **APPS}
+    n_ctx = setting.n_prompt + setting.n_answer + 8
+    plugins: dict[str, Any] = {"elastic": {}, "deadlines": {}}
+    samples: list[Sample] = []
+    with (
+        activate({"on_error": "raise", "plugins": plugins}),
+        contextlib.closing(Llama(str(model), n_ctx=n_ctx, verbose=False)) as llama,
+    ):
+        system = chance.integers(llama.n_vocab(), size=setting.n_prompt - setting.n_question)
+        for _ in range(setting.n_requests):
+            for app in chance.permutation(list(apps)):
+                for kind in KINDS:
+                    if kind == "cold":
+                        system = chance.permutation(system)
+                    question = chance.integers(llama.n_vocab(), size=setting.n_question)
+                    prompt = [*system.tolist(), *question.tolist()]
+                    notes = _served(llama, prompt, apps[app], setting.n_answer)
+                    samples += _samples(str(app), kind, notes)
+                    progress()
+    return samples
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _served(
+    llama: Llama, prompt: list[int], promise: tuple[str, str], n_answer: int
+) -> dict[str, Any]:
+    """Serve a request; return the report of its promise."""
+    with request_scope.noting() as notes, slo(*promise):
+        tokens = llama.generate(prompt, temp=0.0)
+        for _ in range(n_answer):
+            next(tokens)
+        tokens.close()
+    found: dict[str, Any] = notes["deadlines"]
+    return found
+
+
+def _samples(app: str, kind: str, notes: dict[str, Any]) -> Iterator[Sample]:
+    for phase in ("ttft", "tpot"):
+        found = notes[phase]
+        yield Sample(
+            app,
+            kind,
+            phase,
+            promised_ms=found["promised_ms"],
+            expected_ms=found["expected_ms"],
+            measured_ms=found["measured_ms"],
+            level=found["level"],
+            is_feasible=phase not in notes["infeasible"],
+        )
