@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-from llmaas_hooks import Levels, Promise, Request, RequestCost, RequestStats, forks, hookimpl
+from llmaas_hooks import (
+    Levels,
+    ModelLoad,
+    NativeContext,
+    Promise,
+    Request,
+    RequestCost,
+    RequestStats,
+    forks,
+    hookimpl,
+)
 from llmaas_plugins.deadlines.config import DeadlinesConfig
 from llmaas_plugins.deadlines.correction import Correction
 from llmaas_plugins.deadlines.outcomes import Outcomes, outcome
 from llmaas_plugins.deadlines.planner import Plan, Question, plan
+from llmaas_plugins.model.digest import Digest, begin_digest
 
 __all__ = ["Deadlines"]
 
@@ -42,6 +54,14 @@ class Deadlines:
         self._corrections: dict[tuple[str, str], Correction] = {}
         self._outcomes = Outcomes()
         self._told: set[str] = set()
+        self._digests: weakref.WeakKeyDictionary[ModelLoad, Digest] = weakref.WeakKeyDictionary()
+
+    @hookimpl
+    def llmaas_native_context(self, context: NativeContext) -> None:
+        """Begin to identify the model, as its times are kept by the file's digest."""
+        load = context.load
+        if load is not None and load.files and load not in self._digests:
+            self._digests[load] = begin_digest(load.files)
 
     @hookimpl
     def llmaas_level(self, request: Request, cost: Callable[[], RequestCost]) -> Levels | None:
@@ -114,5 +134,6 @@ class Deadlines:
             _log.warning(
                 "requests to %s have promises, but no times were measured, so nothing is planned. "
                 "Promises need a prepared model, the plugin elastic, and "
-                "`llmaas elastic profile %s`.", model, model,
+                "`llmaas elastic profile %s`. A large model is first identified, for some seconds "
+                "after it was loaded.", model, model,
             )  # fmt: skip

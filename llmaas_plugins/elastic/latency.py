@@ -240,12 +240,13 @@ class _File(_Model):
         return self
 
 
-def latency_path(model: Path, table: str) -> Path:
+def latency_path(model: Path, table: str, digest: str | None = None) -> Path:
     """Return the path where the times of a model on this machine are saved.
 
     Args:
         model: A prepared file.
         table: Name of the table of widths.
+        digest: Digest of the file, if it is known.
 
     Raises:
         ConfigError: The file has no such table.
@@ -260,12 +261,12 @@ def latency_path(model: Path, table: str) -> Path:
         raise ConfigError(
             f"{model} has no table {table!r} of widths; expected one of {', '.join(elastic.tables)}"
         )
-    digest = hashlib.sha256(file_digest(model).encode())
-    digest.update(Machine.this().model_dump_json().encode())
-    digest.update(np.array(elastic.levels).tobytes())
+    key = hashlib.sha256((digest or file_digest(model)).encode())
+    key.update(Machine.this().model_dump_json().encode())
+    key.update(np.array(elastic.levels).tobytes())
     for widths in elastic.tables[table]:
-        digest.update(widths.groups.tobytes() + widths.neurons.tobytes())
-    return DIRECTORY.expanduser() / f"{digest.hexdigest()[:32]}.json"
+        key.update(widths.groups.tobytes() + widths.neurons.tobytes())
+    return DIRECTORY.expanduser() / f"{key.hexdigest()[:32]}.json"
 
 
 def check_writable(path: Path) -> None:

@@ -11,32 +11,48 @@ from llama_cpp import llama_cpp
 
 from llmaas_hooks import LevelTimes, LlmaasError, ModelLoad
 from llmaas_plugins.elastic.latency import Latency, latency_path
-from llmaas_plugins.model.digest import files_now
+from llmaas_plugins.model.digest import begin_digest, files_now
 
-__all__ = ["level_times", "read_latency"]
+__all__ = ["ModelTimes", "level_times"]
+
+_PATIENCE_S = 0.1
 
 _log = logging.getLogger("llmaas.elastic")
 
 
-def read_latency(load: ModelLoad, table: str) -> Latency | None:
-    """Return the times that ``llmaas elastic profile`` kept for a loaded model.
+class ModelTimes:
+    """Times that ``llmaas elastic profile`` kept for a loaded model."""
 
-    Args:
-        load: Record of the model.
-        table: Name of the table of widths.
+    def __init__(self, load: ModelLoad, table: str) -> None:
+        """Begin to identify the model's file, by which times are kept.
 
-    Returns:
-        The times; None if there are none, or if the file was replaced since it was loaded. A file
-        of times that is damaged is logged, and counts as none.
-    """
-    if not load.files or files_now(load.files[0].path) != load.files:
-        return None
-    path = Path(load.files[0].path)
-    try:
-        return Latency.load(latency_path(path, table))
-    except LlmaasError as error:
-        _log.warning("times of %s are not used: %s", path.name, error)
-        return None
+        Args:
+            load: Record of the model.
+            table: Name of the table of widths.
+        """
+        self._files, self._table = load.files, table
+        self._digest = begin_digest(load.files) if load.files else None
+        self._latency: Latency | None = None
+
+    def latency(self) -> Latency | None:
+        """Return the times, or None if there are none.
+
+        There are none while the file is being identified, which a call waits for only a moment, and
+        if the file was replaced since it was loaded. Damaged times are logged, and count as none.
+        """
+        if self._digest is not None:
+            path = Path(self._files[0].path)
+            try:
+                digest = self._digest.get(_PATIENCE_S)
+                if digest is None:
+                    return None  # a later request asks again
+                self._digest = None
+                if files_now(path) == self._files:
+                    self._latency = Latency.load(latency_path(path, self._table, digest))
+            except LlmaasError as error:
+                self._digest = None
+                _log.warning("times of %s are not used: %s", path.name, error)
+        return self._latency
 
 
 def level_times(latency: Latency, ctx: int) -> tuple[LevelTimes, ...]:

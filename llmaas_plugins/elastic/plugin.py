@@ -26,8 +26,7 @@ from llmaas_hooks import (
 from llmaas_plugins.elastic.adapters import read_adapters
 from llmaas_plugins.elastic.config import ElasticConfig
 from llmaas_plugins.elastic.contexts import ElasticContext, ElasticModel
-from llmaas_plugins.elastic.latency import Latency
-from llmaas_plugins.elastic.level_times import level_times, read_latency
+from llmaas_plugins.elastic.level_times import ModelTimes, level_times
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 from llmaas_plugins.elastic.parts import LevelAdapters, part_claims
 
@@ -66,9 +65,7 @@ class ElasticModels:
         self._contexts: dict[int, ElasticContext] = {}
         self._left_alone: dict[str, str] = {}
         self._adapted: set[str] = set()
-        self._latencies: weakref.WeakKeyDictionary[ModelLoad, Latency | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._times: weakref.WeakKeyDictionary[ModelLoad, ModelTimes] = weakref.WeakKeyDictionary()
         self._n_switches = 0
         self._n_tokens: Counter[float] = Counter()
 
@@ -143,9 +140,9 @@ class ElasticModels:
         load = request.engine.load
         if context is None or load is None:
             return None
-        if load not in self._latencies:  # may read the whole file, so hold no lock
-            self._latencies[load] = read_latency(load, context.model.table)
-        latency = self._latencies[load]
+        if load not in self._times:
+            self._times[load] = ModelTimes(load, context.model.table)
+        latency = self._times[load].latency()
         if latency is None:
             return None
         return RequestCost(levels=level_times(latency, request.engine.ctx))

@@ -19,6 +19,7 @@ from llmaas_plugins import activate, deadlines, elastic
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.elastic import latency
 from llmaas_plugins.elastic.latency import Curves, Latency, Machine, latency_path
+from llmaas_plugins.model.digest import Digest
 from llmaas_plugins.service import LLMService
 
 N = len(PROMPT)
@@ -155,6 +156,24 @@ def test_a_relative_path_names_the_same_times(model, start, monkeypatch):
     monkeypatch.chdir("/")
     ask(llama, PROMPT, 1)
     assert recorder.taken(llama) == [(0.6, N)]
+
+
+def test_a_model_that_is_still_being_identified_is_planned_for_later(model, start, monkeypatch):
+    """A request does not wait until a large file is read."""
+    get, waits = Digest.get, []
+
+    def late(self, seconds=None):
+        waits.append(seconds)
+        return None if len(waits) == 1 else get(self, seconds)
+
+    suite, llama, recorder = start(model, {"ttft": "60 %"})
+    monkeypatch.setattr(Digest, "get", late)
+    for i in range(2):
+        llama.reset()
+        ask(llama, [1, 400 + i, *PROMPT[2:]], 1)
+    assert [level for level, _ in recorder.taken(llama)] == [1.0, 0.6]
+    assert waits[0] <= 0.1
+    assert status(suite)["requests"]["unplanned"] == 1
 
 
 @pytest.mark.parametrize("what", ["none", "damaged", "replaced"])
