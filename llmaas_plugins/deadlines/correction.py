@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 __all__ = ["Correction", "Factor"]
 
-_N_KEPT = 8
+_N_KEPT = 10
 _N_LEAST = 3
 """Fewest ratios that say how much times vary."""
-_MARGIN = 1.1
-"""Share by which times may exceed predictions before enough of them were compared."""
+_FIRST_MARGIN, _MARGIN = 0.1, 0.03
+"""Least share by which times may exceed predictions, before and after so many were compared."""
+_N_DEVIATIONS = 2.5
+_SIGMA = 1.4826
+"""Standard deviation of a normal distribution over the median of absolute deviations."""
 _LEAST, _MOST = 1e-3, 1e3
 
 
@@ -25,11 +28,11 @@ class Factor(NamedTuple):
     """
 
     middle: float = 1.0
-    high: float = _MARGIN
+    high: float = 1 + _FIRST_MARGIN
 
 
 class Correction:
-    """Ratios of the last requests. Older ones do not count, so a change is followed in eight."""
+    """Ratios of the last ten requests. Older ones do not count, so a change is followed in ten."""
 
     def __init__(self) -> None:
         """Start without ratios."""
@@ -41,11 +44,15 @@ class Correction:
             self._ratios.append(min(max(measured_s / predicted_s, _LEAST), _MOST))
 
     def factor(self) -> Factor:
-        """Return the median of the ratios, and the second largest, or the largest of a few."""
-        ratios = sorted(self._ratios)
+        """Return the median of the ratios, and one that few exceed, judged by their spread.
+
+        The spread is the median of absolute deviations, so single outliers do not count.
+        """
+        ratios = self._ratios
         if not ratios:
             return Factor()
         middle = statistics.median(ratios)
         if len(ratios) < _N_LEAST:
-            return Factor(middle, _MARGIN * ratios[-1])
-        return Factor(middle, max(ratios[-2] if len(ratios) == _N_KEPT else ratios[-1], middle))
+            return Factor(middle, (1 + _FIRST_MARGIN) * max(ratios))
+        deviation = _SIGMA * statistics.median(abs(ratio - middle) for ratio in ratios)
+        return Factor(middle, middle + max(_N_DEVIATIONS * deviation, _MARGIN * middle))
