@@ -13,7 +13,7 @@ from typing import Any
 import pluggy
 
 from llmaas_hooks.native import WeightClaim
-from llmaas_hooks.promises import RequestCost
+from llmaas_hooks.promises import LevelTimes, RequestCost
 from llmaas_hooks.types import KVRestored, Levels
 
 __all__ = ["Implementation", "running"]
@@ -106,12 +106,18 @@ def _check_cost(result: Any, arguments: Mapping[str, Any]) -> None:
         return
     if not isinstance(result, RequestCost):
         raise _wrong(result, "RequestCost or None")
-    n_prompt = len(arguments["request"].tokens)
-    if not (0 <= result.n_ready <= n_prompt and 0 <= result.ready_s < math.inf):
+    n_prompt, ready_s = len(arguments["request"].tokens), result.ready_s
+    is_time = isinstance(ready_s, int | float) and 0 <= ready_s < math.inf
+    if not (isinstance(result.n_ready, int) and 0 <= result.n_ready <= n_prompt and is_time):
         raise TypeError(
-            f"returned n_ready {result.n_ready} and ready_s {result.ready_s}, expected at most "
+            f"returned n_ready {result.n_ready} and ready_s {ready_s}, expected at most "
             f"{n_prompt} tokens and a finite time"
         )
+    levels = result.levels
+    if not isinstance(levels, tuple) or not all(isinstance(one, LevelTimes) for one in levels):
+        raise TypeError(f"returned levels {levels!r}, expected a tuple of LevelTimes")
+    for one in levels:
+        Levels(one.level)  # raises an error that says which numbers are levels
 
 
 def _check_levels(result: Any, _: Mapping[str, Any]) -> None:

@@ -169,24 +169,32 @@ class HookManager:
         """Fire ``llmaas_logits``."""
         self._call("llmaas_logits", view=view)
 
-    def cost(self, request: Request) -> RequestCost:
+    def cost(self, request: Request, *, reuses: bool = True) -> RequestCost:
         """Fire ``llmaas_cost``; return the answers of all plugins together.
 
-        Cells that the engine holds already are counted, too.
+        Args:
+            request: The request.
+            reuses: Whether the request may use cells that are there, or are restored. If not, no
+                token counts as ready.
         """
-        engine, n_ready = request.engine, 0
-        if engine.resident_app == request.app:
-            resident = engine.resident_tokens()[: engine.n_explained]
-            n_ready = common_prefix(resident, request.tokens)
-        answers = self._call("llmaas_cost", request=request).values()
+        caller = running.get()
+        try:
+            answers = self._call("llmaas_cost", request=request).values()
+        finally:
+            running.set(caller)
         found = (answer for answer in answers if answer is not None)
-        return functools.reduce(RequestCost.plus, found, RequestCost(n_ready))
+        total = functools.reduce(RequestCost.plus, found, RequestCost(_n_resident(request)))
+        return total if reuses else RequestCost(levels=total.levels)
 
-    def level(self, request: Request) -> Levels | None:
-        """Fire ``llmaas_level``; return the answer of the first plugin that gives one."""
-        cost = functools.partial(self.cost, request)
+    def level(self, request: Request, *, reuses: bool = True) -> Levels | None:
+        """Fire ``llmaas_level``; return the first answer for the prompt and for the reply each.
+
+        ``reuses`` is that of ``cost``.
+        """
+        cost = functools.partial(self.cost, request, reuses=reuses)
         answers = self._call("llmaas_level", request=request, cost=cost).values()
-        return next((levels for levels in answers if levels is not None), None)
+        levels = functools.reduce(Levels.over, answers, Levels())
+        return None if levels == Levels() else levels
 
     def request_begin(self, request: Request, levels: Levels | None) -> None:
         """Fire ``llmaas_request_begin``."""
@@ -326,12 +334,26 @@ class HookManager:
             except Exception as error:
                 if self._is_by_the_end(error):
                     continue
-                named = PluginError(implementation.plugin, hook, error)
+                named = _named(error, implementation.plugin, hook)
                 if failed is None and (self._is_raised(named) if raises is None else raises):
-                    self._failures.count(named)
+                    if named is not error:  # otherwise it is counted already
+                        self._failures.count(named)
                     failed = named
                 else:
                     self._failures.log(named)
         if failed is not None:
             raise failed
         return results
+
+
+def _n_resident(request: Request) -> int:
+    """Return how many leading prompt tokens the engine's cells hold; another app's do not count."""
+    engine = request.engine
+    if engine.resident_app != request.app:
+        return 0
+    return common_prefix(engine.resident_tokens()[: engine.n_explained], request.tokens)
+
+
+def _named(error: Exception, plugin: str, hook: str) -> PluginError:
+    """Return an error as a plugin's failure, unless it is that of a hook that the plugin called."""
+    return error if isinstance(error, PluginError) else PluginError(plugin, hook, error)

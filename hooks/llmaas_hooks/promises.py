@@ -14,6 +14,7 @@ __all__ = ["NO_PROMISE", "LevelTimes", "Limit", "Promise", "RequestCost"]
 _TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|%)", re.ASCII)
 _UNITS = {"ms": 1e-3, "s": 1.0, "%": 1e-2}
 _MOST_S, _MOST_SHARE = 86_400.0, 10.0
+_MOST_SHOWN = 80
 _EXPECTED = "expected a time such as '300 ms', or a share of the whole model's such as '60 %'"
 
 
@@ -39,12 +40,14 @@ class Limit(NamedTuple):
             return value
         found = _TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
         if found is None:
-            raise ConfigError(f"{_EXPECTED}, found {value!r}")
+            raise ConfigError(f"{_EXPECTED}, found {repr(value)[:_MOST_SHOWN]}")
         number, is_share = float(found[1]) * _UNITS[found[2]], found[2] == "%"
         most = _MOST_SHARE if is_share else _MOST_S
         if not 0 < number <= most:
             limit = f"{most:.0%}" if is_share else f"{most:.0f} s"
-            raise ConfigError(f"{_EXPECTED}, above zero and at most {limit}, found {value!r}")
+            raise ConfigError(
+                f"{_EXPECTED}, above zero and at most {limit}, found {repr(value)[:_MOST_SHOWN]}"
+            )
         return cls(number, is_share)
 
     def seconds(self, whole_s: float) -> float:
@@ -53,7 +56,8 @@ class Limit(NamedTuple):
 
     def __str__(self) -> str:
         """Return the limit as a text that ``of`` accepts."""
-        return f"{100 * self.value:g} %" if self.is_share else f"{1000 * self.value:g} ms"
+        number = f"{(100 if self.is_share else 1000) * self.value:.10g}"
+        return f"{number} {'%' if self.is_share else 'ms'}"
 
 
 @dataclass(frozen=True, slots=True)

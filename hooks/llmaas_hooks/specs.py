@@ -171,7 +171,7 @@ def llmaas_cost(request: Request) -> RequestCost | None:
     """
 
 
-@hookspec(firstresult=True)
+@hookspec
 def llmaas_level(request: Request, cost: Callable[[], RequestCost]) -> Levels | None:
     """Choose how much of an elastic model a request computes with.
 
@@ -180,7 +180,7 @@ def llmaas_level(request: Request, cost: Callable[[], RequestCost]) -> Levels | 
         level. ``cost`` asks all plugins what the request will take (``llmaas_cost``).
     Thread: the app's. Cost: once a request, and the request's first token waits for it.
     Returns: ``Levels`` with one or both levels set, or None to leave the choice to the next plugin.
-        The first answer that is not None counts.
+        For the prompt and for the reply each, the first level that is not None counts.
     Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
     """
 

@@ -1,4 +1,4 @@
-"""Measured times over predicted ones, to follow a machine that is busy, throttled or faster."""
+"""Measured times against predicted ones, to follow a machine that is busy, throttled or faster."""
 
 from __future__ import annotations
 
@@ -6,53 +6,96 @@ import statistics
 from collections import deque
 from typing import NamedTuple
 
-__all__ = ["Correction", "Factor"]
+import numpy as np
+
+__all__ = ["Correction", "Fit"]
 
 _N_KEPT = 10
 _N_LEAST = 3
-"""Fewest ratios that say how much times vary."""
+"""Fewest requests that say how much times vary."""
 _FIRST_MARGIN, _MARGIN = 0.1, 0.03
-"""Least share by which times may exceed predictions, before and after so many were compared."""
+"""Least share by which times may exceed predictions, before and after so many requests."""
 _N_DEVIATIONS = 2.5
 _SIGMA = 1.4826
 """Standard deviation of a normal distribution over the median of absolute deviations."""
-_LEAST, _MOST = 1e-3, 1e3
+_TRUST = 0.05
+"""Weight of a slope of 1, beside the squares of relative errors."""
+_LEAST_SLOPE = 1e-3
+_LEAST_S, _MOST_S = 1e-9, 1e6
 
 
-class Factor(NamedTuple):
-    """Numbers to multiply a predicted time with.
+class Fit(NamedTuple):
+    """Line from times of the tables to real ones.
 
     Attributes:
-        middle: Factor for the time to expect.
-        high: Factor for a time that is rarely exceeded.
+        offset_s: Seconds that every level takes, such as those of a grammar.
+        slope: Factor of the tables' times, such as that of a busy machine.
+        margin: Factor that times of this line rarely exceed.
     """
 
-    middle: float = 1.0
-    high: float = 1 + _FIRST_MARGIN
+    offset_s: float = 0.0
+    slope: float = 1.0
+    margin: float = 1 + _FIRST_MARGIN
+
+    def expected_s(self, table_s: float) -> float:
+        """Return the time to expect for a time of the tables."""
+        return self.offset_s + self.slope * table_s
+
+    def most_s(self, table_s: float) -> float:
+        """Return a time that is rarely exceeded."""
+        return self.margin * self.expected_s(table_s)
 
 
 class Correction:
-    """Ratios of the last ten requests. Older ones do not count, so a change is followed in ten."""
+    """Times of the last ten requests. Older ones do not count, so a change is followed in ten.
+
+    Errors count relative to the measured time, so that single slow requests hardly matter. As long
+    as all requests had about the same time by the tables, the line has a slope of 1: a wider level
+    is then tried again after a busy time, and shows which of offset and slope it was.
+    """
 
     def __init__(self) -> None:
-        """Start without ratios."""
-        self._ratios: deque[float] = deque(maxlen=_N_KEPT)
+        """Start without requests."""
+        self._times: deque[tuple[float, float]] = deque(maxlen=_N_KEPT)
 
-    def add(self, measured_s: float, predicted_s: float) -> None:
-        """Record a request; ``predicted_s`` is the prediction without a factor."""
-        if predicted_s > 0:
-            self._ratios.append(min(max(measured_s / predicted_s, _LEAST), _MOST))
+    def __bool__(self) -> bool:
+        """Return whether any request was recorded."""
+        return bool(self._times)
 
-    def factor(self) -> Factor:
-        """Return the median of the ratios, and one that few exceed, judged by their spread.
+    def add(self, measured_s: float, table_s: float) -> None:
+        """Record a request and its time by the tables."""
+        self._times.append((_bounded(table_s), _bounded(measured_s)))
 
-        The spread is the median of absolute deviations, so single outliers do not count.
-        """
-        ratios = self._ratios
-        if not ratios:
-            return Factor()
-        middle = statistics.median(ratios)
-        if len(ratios) < _N_LEAST:
-            return Factor(middle, (1 + _FIRST_MARGIN) * max(ratios))
-        deviation = _SIGMA * statistics.median(abs(ratio - middle) for ratio in ratios)
-        return Factor(middle, middle + max(_N_DEVIATIONS * deviation, _MARGIN * middle))
+    def fit(self) -> Fit:
+        """Return the line through the requests."""
+        if not self._times:
+            return Fit()
+        tables, measured = np.array(self._times).T
+        offset, slope = _line(tables, measured)
+        if len(self._times) < _N_LEAST:
+            return Fit(offset, slope)
+        errors = np.abs(measured / (offset + slope * tables) - 1)
+        deviation = _SIGMA * statistics.median(errors.tolist())
+        return Fit(offset, slope, 1 + max(_N_DEVIATIONS * deviation, _MARGIN))
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, _LEAST_S), _MOST_S)
+
+
+def _line(tables: np.ndarray, measured: np.ndarray) -> tuple[float, float]:
+    """Return offset and slope with the least relative errors; neither is negative."""
+    weights = measured**-2.0
+    mean_t, mean_m = (np.average(values, weights=weights) for values in (tables, measured))
+    spread = float(weights @ (tables - mean_t) ** 2)
+    slope = (float(weights @ ((tables - mean_t) * (measured - mean_m))) + _TRUST) / (
+        spread + _TRUST
+    )
+    slope = max(slope, _LEAST_SLOPE)
+    offset = float(mean_m - slope * mean_t)
+    if offset >= 0:
+        return offset, slope
+    return 0.0, float(weights @ (tables * measured) / (weights @ tables**2))

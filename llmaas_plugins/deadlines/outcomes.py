@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 from llmaas_hooks import Promise, RequestStats
 from llmaas_plugins.deadlines.planner import Phase, Plan
 
-__all__ = ["Outcome", "Outcomes", "outcome"]
+__all__ = ["MOST_SHOWN", "Outcome", "Outcomes", "outcome"]
 
 _BOUNDS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 """Upper bounds of the histograms' buckets: measured over promised time."""
 _MOST_APPS = 64
+MOST_SHOWN = 128
+"""Most characters of an app's name in reports."""
 
 
 class Outcome(NamedTuple):
@@ -101,7 +103,7 @@ class Outcomes:
         for name, phase, measured_s in found.phases:
             if phase is not None and measured_s is not None:
                 self._bucket(self._histograms[name], measured_s / phase.limit_s)
-        name = app or ""
+        name = (app or "")[:MOST_SHOWN]
         self._last[name] = found
         self._last.move_to_end(name)
         while len(self._last) > _MOST_APPS:

@@ -7,11 +7,12 @@ refers to a time that the whole model rarely exceeds, so that the whole model ke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from llmaas_hooks import Levels, LevelTimes, Promise, RequestCost
-from llmaas_plugins.deadlines.correction import Factor
+from llmaas_plugins.deadlines.correction import Fit
 
 __all__ = ["Phase", "Plan", "Question", "plan"]
 
@@ -24,7 +25,7 @@ class Phase(NamedTuple):
     Attributes:
         level: Level to use.
         limit_s: Promised time.
-        table_s: Time by the tables alone, without a factor, from the request's beginning.
+        table_s: Time by the tables alone, from the request's beginning.
         expected_s: Time to expect, with the time that the request waited.
         is_feasible: Whether the time is rarely longer than promised.
     """
@@ -47,6 +48,11 @@ class Plan(NamedTuple):
         """Levels to use; None where nothing is promised."""
         return Levels(*(None if one is None else one.level for one in self))
 
+    def at(self, levels: Levels) -> Plan:
+        """Return the plan without phases for which other levels were decided."""
+        ttft = self.ttft if self.ttft and self.ttft.level == levels.prefill else None
+        return Plan(ttft, self.tpot if self.tpot and self.tpot.level == levels.decode else None)
+
 
 class Question(NamedTuple):
     """Everything that a plan depends on.
@@ -64,8 +70,8 @@ class Question(NamedTuple):
     cost: RequestCost
     n_prompt: int
     asked: Levels = Levels()
-    ttft: Factor = Factor()
-    tpot: Factor = Factor()
+    ttft: Fit = Fit()
+    tpot: Fit = Fit()
 
 
 def plan(question: Question) -> Plan:
@@ -84,11 +90,11 @@ def plan(question: Question) -> Plan:
     whole = cost.levels[0]
     ttft = tpot = None
     if promise.ttft is not None:
-        limit_s = promise.ttft.seconds(question.ttft.high * whole.ttft_s(n_prompt))
+        limit_s = promise.ttft.seconds(question.ttft.most_s(whole.ttft_s(n_prompt)))
         levels = _usable(cost.levels, question.asked.prefill)
         ttft = _widest(levels, ttft_s, limit_s, question.ttft, promise.waited_s)
     if promise.tpot is not None:
-        limit_s = promise.tpot.seconds(question.tpot.high * tpot_s(whole))
+        limit_s = promise.tpot.seconds(question.tpot.most_s(tpot_s(whole)))
         levels = _usable(cost.levels, question.asked.decode)
         tpot = _widest(levels, tpot_s, limit_s, question.tpot)
     return Plan(ttft, tpot)
@@ -108,13 +114,14 @@ def _widest(
     levels: tuple[LevelTimes, ...],
     seconds: Callable[[LevelTimes], float],
     limit_s: float,
-    factor: Factor,
+    fit: Fit,
     waited_s: float = 0.0,
-) -> Phase:
-    times = [(one.level, seconds(one)) for one in levels]
-    most_s = limit_s * (1 + _ROUNDING)
-    fitting = ((level, s) for level, s in times if waited_s + s * factor.high <= most_s)
-    found = next(fitting, None)
+) -> Phase | None:
+    """Return the plan of a phase, or None if no time makes sense."""
+    times = [(one.level, s) for one in levels if 0 < (s := seconds(one)) < math.inf]
+    if not times or not 0 < limit_s < math.inf:
+        return None
+    limit = limit_s * (1 + _ROUNDING)
+    found = next((one for one in times if waited_s + fit.most_s(one[1]) <= limit), None)
     level, table_s = found or min(times, key=lambda one: one[1])
-    expected_s = waited_s + table_s * factor.middle
-    return Phase(level, limit_s, table_s, expected_s, found is not None)
+    return Phase(level, limit_s, table_s, waited_s + fit.expected_s(table_s), found is not None)

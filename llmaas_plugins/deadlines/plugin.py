@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +21,7 @@ from llmaas_hooks import (
 )
 from llmaas_plugins.deadlines.config import DeadlinesConfig
 from llmaas_plugins.deadlines.correction import Correction
-from llmaas_plugins.deadlines.outcomes import Outcomes, outcome
+from llmaas_plugins.deadlines.outcomes import MOST_SHOWN, Outcomes, outcome
 from llmaas_plugins.deadlines.planner import Plan, Question, plan
 from llmaas_plugins.model.digest import Digest, begin_digest
 
@@ -28,6 +29,7 @@ __all__ = ["Deadlines"]
 
 _NAME = "deadlines"
 _WHOLE = Levels(1.0, 1.0)
+_MOST_CORRECTIONS = 256
 
 _log = logging.getLogger("llmaas.deadlines")
 
@@ -51,7 +53,7 @@ class Deadlines:
         self._config = config
         self._lock = forks.lock()
         self._planned: dict[int, _Planned] = {}
-        self._corrections: dict[tuple[str, str], Correction] = {}
+        self._corrections: OrderedDict[tuple[str, str | None, str], Correction] = OrderedDict()
         self._outcomes = Outcomes()
         self._told: set[str] = set()
         self._digests: weakref.WeakKeyDictionary[ModelLoad, Digest] = weakref.WeakKeyDictionary()
@@ -76,13 +78,22 @@ class Deadlines:
                 costs,
                 len(request.tokens),
                 _WHOLE if "elastic" in request.declined else request.levels,
-                self._correction(model, "ttft").factor(),
-                self._correction(model, "tpot").factor(),
+                self._correction(model, request.app, "ttft").fit(),
+                self._correction(model, request.app, "tpot").fit(),
             )
             found = plan(question)
             self._planned[request.engine.ctx] = _Planned(request, model, promise, found)
             self._tell(model, found)
-        return found.levels
+        return None if found.levels == Levels() else found.levels
+
+    @hookimpl
+    def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
+        """Give up what another plugin has decided."""
+        with self._lock:
+            planned = self._planned.get(request.engine.ctx)
+            if planned is not None and planned.request is request:
+                kept = planned.plan.at(levels or Levels())
+                self._planned[request.engine.ctx] = planned._replace(plan=kept)
 
     @hookimpl
     def llmaas_request_end(self, request: Request, stats: RequestStats) -> None:
@@ -101,7 +112,7 @@ class Deadlines:
             for name, phase, measured_s in found.phases:
                 if phase is not None and measured_s is not None:
                     waited_s = planned.promise.waited_s if name == "ttft" else 0.0
-                    correction = self._correction(planned.model, name)
+                    correction = self._correction(planned.model, request.app, name)
                     correction.add(measured_s - waited_s, phase.table_s)
 
     @hookimpl
@@ -117,15 +128,25 @@ class Deadlines:
             return {
                 **self._outcomes.report(),
                 "corrections": {
-                    f"{model}: {name}": round(correction.factor().middle, 4)
-                    for (model, name), correction in self._corrections.items()
+                    ": ".join((model, *([app[:MOST_SHOWN]] if app else []), name)): {
+                        "offset_ms": round(1000 * correction.fit().offset_s, 3),
+                        "slope": round(correction.fit().slope, 4),
+                    }
+                    for (model, app, name), correction in self._corrections.items()
+                    if correction
                 },
             }
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _correction(self, model: str, phase: str) -> Correction:
-        return self._corrections.setdefault((model, phase), Correction())
+    def _correction(self, model: str, app: str | None, phase: str) -> Correction:
+        """Return an app's correction: a grammar or a logits processor of another one is no cost."""
+        key = model, app, phase
+        found = self._corrections.setdefault(key, Correction())
+        self._corrections.move_to_end(key)
+        while len(self._corrections) > _MOST_CORRECTIONS:
+            self._corrections.popitem(last=False)
+        return found
 
     def _tell(self, model: str, found: Plan) -> None:
         """Log once that a model has no times."""

@@ -32,6 +32,7 @@ class ModelTimes:
         """
         self._files, self._table = load.files, table
         self._digest = begin_digest(load.files) if load.files else None
+        self._path: Path | None = None
         self._latency: Latency | None = None
 
     def latency(self) -> Latency | None:
@@ -40,18 +41,20 @@ class ModelTimes:
         There are none while the file is being identified, which a call waits for only a moment, and
         if the file was replaced since it was loaded. Damaged times are logged, and count as none.
         """
-        if self._digest is not None:
-            path = Path(self._files[0].path)
-            try:
+        try:
+            if self._digest is not None:
                 digest = self._digest.get(_PATIENCE_S)
                 if digest is None:
                     return None  # a later request asks again
                 self._digest = None
-                if files_now(path) == self._files:
-                    self._latency = Latency.load(latency_path(path, self._table, digest))
-            except LlmaasError as error:
-                self._digest = None
-                _log.warning("times of %s are not used: %s", path.name, error)
+                model = Path(self._files[0].path)
+                if files_now(model) == self._files:
+                    self._path = latency_path(model, self._table, digest)
+            if self._latency is None and self._path is not None:  # it may be measured meanwhile
+                self._latency = Latency.load(self._path)
+        except LlmaasError as error:
+            self._digest = self._path = None
+            _log.warning("times of %s are not used: %s", self._files[0].path, error)
         return self._latency
 
 

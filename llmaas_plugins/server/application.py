@@ -79,7 +79,13 @@ def _for_pages(origins: tuple[str, ...]) -> list[Middleware]:
         return []
     allowed = list(origins)
     return [
-        Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
+        Middleware(
+            CORSMiddleware,
+            allow_origins=allowed,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-LLMaaS-Notes"],
+        )
     ]
 
 

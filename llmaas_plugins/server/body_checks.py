@@ -82,6 +82,8 @@ def check_body(route: str, body: bytes) -> Checked:
     if route == "tokens":
         _check_tokens(values.get("tokens"))
     promise = _promise(values.get("slo"))
+    if promise and route == "embedding":
+        raise _mistake("slo: embeddings have no first token, so no promise can be kept.")
     if not isinstance(checked, CreateChatCompletionRequest | CreateCompletionRequest):
         return Checked(Levels(), promise, [])
     _check_numbers(checked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -15,6 +16,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _NOTES = b"x-llmaas-notes"
+_MOST_NOTES_BYTES = 4096
+
+_log = logging.getLogger("llmaas.server")
 
 
 class Question:
@@ -64,8 +68,7 @@ class Answer:
             self.status = message["status"]
             self.is_stream = header(message, b"content-type").startswith(b"text/event-stream")
             if self.notes and not self.is_stream:
-                notes = json.dumps(self.notes, separators=(",", ":")).encode()
-                message = {**message, "headers": [*message["headers"], (_NOTES, notes)]}
+                message = {**message, "headers": [*message["headers"], *_notes(self.notes)]}
         self._held.append(message)
         if not self.is_stream or message.get("body"):
             await self.flush()
@@ -101,3 +104,13 @@ class Answer:
 def header(message: Message, name: bytes) -> bytes:
     """Return the first header with this name in a scope or head; empty if it has none."""
     return next((value for key, value in message.get("headers", ()) if key == name), b"")
+
+
+def _notes(notes: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
+    """Return the header of plugins' notes; none if they are no JSON, or long."""
+    try:
+        text = json.dumps(notes, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        _log.warning("notes of plugins are left out of an answer: %s", error)
+        return []
+    return [(_NOTES, text)] if len(text) <= _MOST_NOTES_BYTES else []

@@ -22,8 +22,7 @@ def promise_of(value: object) -> Promise:
         return NO_PROMISE
     if not isinstance(value, Mapping) or not value or not value.keys() <= _LIMITS:
         raise ConfigError(f"expected an object with ttft, tpot or both, found {str(value)[:80]!r}")
-    limits = {name: Limit.of(limit) for name, limit in value.items()}
-    return Promise(limits.get("ttft"), limits.get("tpot"))
+    return Promise(_limit(value, "ttft"), _limit(value, "tpot"))
 
 
 def promise_in_header(text: str) -> Promise:
@@ -49,3 +48,11 @@ def check_promise(promise: Promise) -> None:
     suite = active_suite()
     if promise and (suite is None or "deadlines" not in suite.config.enabled()):
         raise ConfigError("promises are not available: the plugin deadlines is not on")
+
+
+def _limit(values: Mapping[str, object], name: str) -> Limit | None:
+    value = values.get(name)
+    try:
+        return None if value is None else Limit.of(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None

@@ -11,17 +11,19 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from llmaas_hooks import ConfigError, Levels, LimitError
+from llmaas_hooks.request_scope import promising
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.call_queue import CallQueue, Reply
 from llmaas_plugins.service.context_log import ContextLog, ContextRecord
 from llmaas_plugins.service.level_arguments import LevelArgument, levels_of
+from llmaas_plugins.service.promise_arguments import check_promise, promise_of
 from llmaas_plugins.service.state_lock import StateLock
 
 __all__ = ["App", "Context", "LLMService", "Reply"]
@@ -187,23 +189,31 @@ class Context:
         """Return the context's names, without the service's settings and tables."""
         return f"Context({self.id!r}, app={self.app.name!r})"
 
-    def call(self, prompt: str, *, level: LevelArgument = None, **sampling: Any) -> Reply:
+    def call(
+        self,
+        prompt: str,
+        *,
+        level: LevelArgument = None,
+        slo: Mapping[str, str] | None = None,
+        **sampling: Any,
+    ) -> Reply:
         """Append ``prompt`` as a user turn and generate the reply.
 
         Args:
             prompt: The user's turn.
             level: Share of an elastic model to use: ``0.6``, or ``{"prefill": 0.4, "decode":
                 0.8}``.
+            slo: Latency to keep: ``{"ttft": "300 ms", "tpot": "60 %"}``, or one of the two.
             **sampling: Arguments of ``Llama.create_chat_completion``: ``max_tokens``,
                 ``temperature``, ``top_p``, ``stop``, ``seed``, ``grammar``, …
 
         Raises:
-            ConfigError: The level is invalid, or the model has no levels.
+            ConfigError: The level or the latency is invalid, or not available.
             LimitError: The context is full, or too many calls wait.
             LookupError: The context was deleted.
             StoreError: The service was closed.
         """
-        stream = self.stream(prompt, level=level, **sampling)
+        stream = self.stream(prompt, level=level, slo=slo, **sampling)
         while True:
             try:
                 next(stream)
@@ -212,14 +222,21 @@ class Context:
                 return reply
 
     def stream(
-        self, prompt: str, *, level: LevelArgument = None, **sampling: Any
+        self,
+        prompt: str,
+        *,
+        level: LevelArgument = None,
+        slo: Mapping[str, str] | None = None,
+        **sampling: Any,
     ) -> Generator[str, None, Reply]:
         """Act like ``call``, but yield text as it comes; the generator returns the ``Reply``.
 
         A stream that is closed early leaves the context as it was before the call.
         """
-        levels = levels_of(level)
-        return self.app.stream(self.id, prompt, levels, sampling)
+        levels, promise = levels_of(level), promise_of(slo)
+        check_promise(promise)
+        with promising(promise):  # the stream belongs to the blocks in which it is made
+            return self.app.stream(self.id, prompt, levels, sampling)
 
     def record(self) -> ContextRecord:
         """Return the context's messages and sizes.

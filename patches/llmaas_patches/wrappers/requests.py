@@ -200,7 +200,8 @@ def _prepare(
     Returns:
         Number of leading prompt tokens in the cells, and the first that must give logits.
     """
-    host.hooks.request_begin(request, host.hooks.level(request))
+    levels = host.hooks.level(request, reuses=resets and not engine.needs_all_logits)
+    host.hooks.request_begin(request, levels)
     if not resets and engine.resident_app != request.app:  # it continues from another app's cells
         engine.doubt_resident()
     if resets and engine.needs_all_logits:

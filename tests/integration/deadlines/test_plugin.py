@@ -106,8 +106,7 @@ def test_predictions_follow_the_machine(model, start):
     assert taken[0] == (0.2, N)
     assert taken[-3:] == [(1.0, N), (1.0, 1), (1.0, 1)]
     assert status(suite)["requests"]["infeasible"] == 1
-    (name,) = (name for name in status(suite)["corrections"] if name.endswith(": ttft"))
-    assert status(suite)["corrections"][name] < 0.5
+    assert status(suite)["last"][""]["ttft"]["expected_ms"] < 2000
 
 
 def test_the_apps_own_levels_are_kept(model, start):
@@ -123,6 +122,26 @@ def test_cells_that_are_there_leave_time_for_a_wider_level(model, start):
     ask(llama, [*LONG, 401, 402], 1)
     assert recorder.taken(llama)[-1] == (1.0, 2)
     assert status(suite)["requests"]["infeasible"] == 0
+
+
+def test_a_prompt_that_is_appended_to_the_cells_is_evaluated_whole(model, start):
+    _, llama, recorder = start(model, {"ttft": "60 %"})
+    ask(llama, LONG, 1)
+    recorder.taken(llama)
+    llama.n_tokens = 0  # the app starts over by itself
+    next(llama.generate(LONG, reset=False, temp=0.0))
+    assert recorder.taken(llama) == [(0.6, len(LONG))]
+
+
+def test_times_may_be_measured_while_the_app_runs(model, start):
+    path = latency_path(model, "uniform")
+    path.unlink()
+    _, llama, recorder = start(model, {"ttft": "60 %"})
+    ask(llama, PROMPT, 1)
+    write_times(model)
+    llama.reset()
+    ask(llama, [1, 401, *PROMPT[2:]], 1)
+    assert [level for level, _ in recorder.taken(llama)] == [1.0, 0.6]
 
 
 def test_stored_contexts_leave_time_for_a_wider_level(model, start, tmp_path):
@@ -271,10 +290,14 @@ def test_the_service_takes_a_field_and_a_header(model, tmp_path):
         assert context.call("And who?", max_tokens=2)["notes"] == {}
         assert last("mail")["ttft"]["promised"] == "3000 ms"
         assert server.metrics()['llmaas_deadlines_requests{key="promised"}'] == 3
+        assert post(server, "/v1/completions", body | {"slo": {"ttft": None}})[0] == 200
+        status, answer = post(server, "/v1/embeddings", {"input": "Once", "slo": slo})
+        assert status == 400
         for wrong in ({}, "300 ms", {"ttft": 300}, {"first": "1 s"}, [1]):
             status, answer = post(server, "/v1/completions", {"prompt": "No", "slo": wrong})
             assert status == 400
-            assert "slo: expected" in answer["error"]["message"]
+            assert answer["error"]["message"].startswith("slo: ")
+            assert "expected" in answer["error"]["message"]
         for header in ("/", "fast", "1 s/2 s/3 s"):
             status, answer = post(
                 server, "/v1/completions", {"prompt": "No"}, **{"X-LLMaaS-SLO": header}

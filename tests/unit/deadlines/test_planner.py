@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmaas_hooks import Levels, LevelTimes, Limit, Promise, RequestCost
-from llmaas_plugins.deadlines.correction import Factor
+from llmaas_plugins.deadlines.correction import Fit
 from llmaas_plugins.deadlines.planner import Plan, Question, plan
 
-SURE = Factor(1.0, 1.0)
+SURE = Fit(0.0, 1.0, 1.0)
 TENTHS = (1.0, 0.8, 0.6, 0.4)
 
 
@@ -70,7 +72,7 @@ def test_tokens_that_are_ready_take_no_time_but_restoring_them_does():
 
 def test_time_that_a_request_waited_counts():
     promise = Promise(Limit(0.1), waited_s=0.03)
-    found = plan(question(promise, ttft=Factor(1.1, 1.1))).ttft
+    found = plan(question(promise, ttft=Fit(0.0, 1.1, 1.0))).ttft
     assert found.level == 0.6
     assert found.table_s == pytest.approx(0.06)
     assert found.expected_s == pytest.approx(0.096)
@@ -91,18 +93,35 @@ def test_levels_that_the_app_sets_are_kept_and_judged():
 
 
 def test_slow_machines_use_narrower_levels():
-    found = plan(question(limits("100 ms"), ttft=Factor(1.5, 1.6)))
+    found = plan(question(limits("100 ms"), ttft=Fit(0.0, 1.5, 1.06)))
     assert found.ttft.level == 0.6
     assert found.ttft.expected_s == pytest.approx(0.09)
 
 
-@pytest.mark.parametrize("factor", [Factor(), Factor(2.0, 3.0), Factor(0.3, 0.7)])
-def test_shares_do_not_depend_on_the_machine_as_the_whole_model_is_slower_too(factor):
+@pytest.mark.parametrize("fit", [Fit(), Fit(0.0, 2.0, 1.5), Fit(0.0, 0.3, 2.0)])
+def test_shares_do_not_depend_on_the_machine_as_the_whole_model_is_slower_too(fit):
     for share, level in (("100 %", 1.0), ("80 %", 0.8), ("79 %", 0.6)):
-        found = plan(question(limits(share, share), ttft=factor, tpot=factor))
+        found = plan(question(limits(share, share), ttft=fit, tpot=fit))
         assert found.levels == Levels(level, level)
         assert all(phase.is_feasible for phase in found)
-        assert found.ttft.limit_s > found.ttft.expected_s or factor.high == factor.middle
+        assert found.ttft.limit_s > found.ttft.expected_s
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan])
+def test_times_that_make_no_sense_are_left_out(wrong):
+    odd = LevelTimes(0.9, lambda _n: wrong, lambda _n: wrong)
+    some = plan(question(limits("90 ms", "80 %"), cost=RequestCost(levels=(*LEVELS, odd))))
+    assert some.levels == Levels(0.8, 0.8)
+    assert plan(question(limits("1 s", "60 %"), cost=RequestCost(levels=(odd,)))) == Plan(
+        None, None
+    )
+
+
+def test_phases_that_another_plugin_decides_are_given_up():
+    found = plan(question(limits("99 ms", "7 ms")))
+    assert found.at(Levels(0.8, 0.6)) == found
+    assert found.at(Levels(0.8, 0.4)) == Plan(found.ttft, None)
+    assert found.at(Levels()) == Plan(None, None)
 
 
 def test_without_times_nothing_is_planned():
@@ -119,15 +138,15 @@ def test_without_times_nothing_is_planned():
     st.floats(1.0, 2.0),
 )
 def test_a_feasible_plan_fits_and_no_wider_one_does(limit_s, n_prompt, n_ready, middle, spread):
-    factor = Factor(middle, middle * spread)
+    fit = Fit(0.002, middle, spread)
     cost = RequestCost(min(n_ready, n_prompt), 0.001, LEVELS)
     promise = Promise(Limit(limit_s))
-    phase = plan(question(promise, cost=cost, n_prompt=n_prompt, ttft=factor)).ttft
+    phase = plan(question(promise, cost=cost, n_prompt=n_prompt, ttft=fit)).ttft
     n_evaluated = max(n_prompt - cost.n_ready, 1)
     fits = [
         one.level
         for one in LEVELS
-        if (cost.ready_s + one.ttft_s(n_evaluated)) * factor.high <= limit_s * (1 + 1e-9)
+        if fit.most_s(cost.ready_s + one.ttft_s(n_evaluated)) <= limit_s * (1 + 1e-9)
     ]
     assert phase.is_feasible == bool(fits)
     assert phase.level == (max(fits) if fits else min(TENTHS))

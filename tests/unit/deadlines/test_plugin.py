@@ -53,6 +53,7 @@ class Planned:
         """Serve a request that takes this long; return its levels."""
         request = Request(self.engine, PROMPT, **{"context_id": None} | facts)
         levels = self.hooks.level(request)
+        self.hooks.request_begin(request, levels)
         first = ttft_s if n else None
         stats = RequestStats(100, 0, n, 0.0, first, 9.0, tpot_s * max(n - 1, 0))
         self.hooks.request_end(request, stats)
@@ -146,7 +147,8 @@ def test_waiting_counts_as_time_but_not_as_the_machines():
     assert planned.serve(0.1, promise=waiting, notes=notes) == Levels(1.0)
     assert notes["deadlines"]["ttft"]["measured_ms"] == 150.0
     assert notes["deadlines"] == planned.status()["last"][""]
-    assert planned.status()["corrections"]["model.gguf: ttft"] == 1.0
+    expected = {"offset_ms": 0.0, "slope": 1.0}
+    assert planned.status()["corrections"]["model.gguf: ttft"] == expected
 
 
 def test_a_busy_machine_is_followed():
@@ -154,7 +156,28 @@ def test_a_busy_machine_is_followed():
     levels = [planned.serve(3 * x * 0.1, promise=promise("200 ms")) for x in (1.0,) * 10]
     assert levels[0] == Levels(1.0)
     assert levels[-1].prefill == 0.4  # 40 ms by the table
-    assert planned.status()["corrections"]["model.gguf: ttft"] > 2
+    assert planned.status()["last"][""]["ttft"]["expected_ms"] > 200
+
+
+def test_another_plugins_level_is_not_judged():
+    class Other:
+        @hookimpl(tryfirst=True)
+        def llmaas_level(self):
+            return Levels(decode=0.8)
+
+    planned = Planned()
+    planned.hooks.register("other", Other())
+    assert planned.serve(promise=promise("70 ms", "5 ms")) == Levels(0.6, 0.8)
+    last = planned.status()["last"][""]
+    assert (last["ttft"]["level"], last["tpot"]["level"]) == (0.6, None)
+    assert list(planned.status()["corrections"]) == ["model.gguf: ttft"]
+
+
+def test_apps_are_corrected_apart():
+    planned = Planned()
+    for _ in range(10):
+        planned.serve(tpot_s=0.5, app="grammar", promise=promise(tpot="20 ms"))
+    assert planned.serve(app="mail", promise=promise(tpot="20 ms")) == Levels(decode=1.0)
 
 
 def test_requests_that_end_before_a_token_do_not_count():
@@ -167,7 +190,7 @@ def test_requests_that_end_before_a_token_do_not_count():
 
 def test_without_measured_times_the_log_says_once_how_to_get_them(caplog):
     planned = Planned(times=False)
-    assert planned.serve(promise=promise("70 ms")) == Levels()
+    assert planned.serve(promise=promise("70 ms")) is None
     planned.serve(promise=promise("70 ms"))
     assert planned.status()["requests"]["unplanned"] == 2
     assert caplog.text.count("llmaas elastic profile model.gguf") == 1

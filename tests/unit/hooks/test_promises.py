@@ -26,6 +26,9 @@ from llmaas_hooks import (
     [
         ("300 ms", Limit(0.3)),
         ("1.5s", Limit(1.5)),
+        ("86400 s", Limit(86400.0)),
+        ("123456.5 ms", Limit(123.4565)),
+        ("33.5 %", Limit(0.335, is_share=True)),
         (" 60 % ", Limit(0.6, is_share=True)),
         (Limit(0.5), Limit(0.5)),
     ],
@@ -47,6 +50,12 @@ def test_limits_are_times_or_shares(text, expected):
 def test_other_limits_are_refused_with_an_example(wrong):
     with pytest.raises(ConfigError, match="expected a time such as '300 ms'"):
         Limit.of(wrong)
+
+
+def test_a_long_value_is_cut_in_the_message():
+    with pytest.raises(ConfigError) as caught:
+        Limit.of("x" * 100_000)
+    assert len(str(caught.value)) < 300
 
 
 def test_shares_are_of_the_whole_models_time():
@@ -114,10 +123,15 @@ def test_cells_that_the_engine_holds_are_ready():
         RequestCost(1, -1.0),
         RequestCost(1, math.inf),
         RequestCost(1, math.nan),
+        RequestCost(2.5),
+        RequestCost(1, None),
+        RequestCost(levels=5),
+        RequestCost(levels=(1.0,)),
+        RequestCost(levels=(LevelTimes(7, abs, abs),)),
     ],
 )
 def test_impossible_predictions_are_the_plugins_error(wrong):
-    with pytest.raises(PluginError, match=r"'liar' failed in llmaas_cost: .*returned"):
+    with pytest.raises(PluginError, match=r"'liar' failed in llmaas_cost: "):
         manager(liar=Answering(wrong)).cost(request())
     assert manager("log", liar=Answering(wrong)).cost(request()) == RequestCost()
 
@@ -141,3 +155,44 @@ def test_a_planner_asks_only_if_it_wants_to():
     assert not asked
     assert hooks.level(request(promise=Promise(Limit(1.0)))) == Levels(0.5)
     assert asked == [1]
+
+
+class Asking:
+    """Planner that asks what a request costs, and then defers a job that fails."""
+
+    @hookimpl
+    def llmaas_level(self, request, cost):
+        cost()
+        request.engine.defer(self.hooks.guarded(self.fail))
+
+    def fail(self):
+        raise ZeroDivisionError
+
+
+class Failing:
+    @hookimpl
+    def llmaas_cost(self):
+        raise OSError("torn")
+
+
+def test_an_error_of_a_plugin_that_was_asked_is_its_own(caplog):
+    asking = Asking()
+    asking.hooks = manager(asking=asking, bad=Failing())
+    with pytest.raises(PluginError) as caught:
+        asking.hooks.level(request())
+    assert (caught.value.plugin, caught.value.hook) == ("bad", "llmaas_cost")
+    assert list(asking.hooks.errors()) == ["bad"]
+
+
+def test_a_planners_jobs_stay_its_own_after_it_has_asked():
+    asking = Asking()
+    asking.hooks = manager("log", asking=asking, costly=Answering(RequestCost()))
+    assert asking.hooks.level(request()) is None
+    assert list(asking.hooks.errors()["asking"]) == ["llmaas_level (deferred)"]
+
+
+def test_a_request_that_reuses_no_cells_has_none_ready():
+    one = request()
+    one.engine.tokens = one.tokens[:2].tolist()
+    hooks = manager(cells=Answering(RequestCost(2, 0.25, LEVELS)))
+    assert hooks.cost(one, reuses=False) == RequestCost(levels=LEVELS)

@@ -115,8 +115,8 @@ def test_hook_llmaas_level_is_that_of_the_first_who_chooses():
     half, silent = choosing(Levels(decode=0.5)), choosing(None)
     assert manager().level(request()) is None
     assert manager(a=silent).level(request()) is None
-    hooks = manager("log", c=choosing(Levels(1.0)), b=half, a=silent, bad=Failing())
-    assert hooks.level(request()) == Levels(decode=0.5)
+    hooks = manager("log", c=choosing(Levels(1.0, 0.8)), b=half, a=silent, bad=Failing())
+    assert hooks.level(request()) == Levels(1.0, 0.5)
     assert "oops" in hooks.errors()["bad"]["llmaas_level"]["last"]
     with pytest.raises(PluginError, match="'bad' failed in llmaas_level"):
         manager("raise", b=half, bad=Failing()).level(request())
