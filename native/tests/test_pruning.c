@@ -79,6 +79,9 @@ static void rewrite(
             used         = llmaas_graph_copy(graph, node);
             used->src[1] = read->narrowed;
         }
+        if (llmaas_op_of(node) == LLMAAS_OP_SET_ROWS) {
+            llmaas_pruning_clear_rest(pruning, graph, node->src[0]);
+        }
         if (!weight || !llmaas_weight_multiply(weight, 0, graph, used)) {
             llmaas_graph_append(graph, used);
         }
@@ -221,6 +224,52 @@ static void test_heads(void) {
     }
 }
 
+/* -- keys and values ----------------------------------------------------------------------------------------------- */
+
+enum { N_HEADS = 4 };
+
+/* Return the rows of heads, as they are or one value a row, as llama.cpp stores values without flash attention. */
+static struct ggml_tensor * stored(struct ggml_tensor * heads, bool is_transposed) {
+    const int64_t n = heads->ne[0] * heads->ne[1];
+    struct ggml_tensor * rows = ggml_reshape_2d(ctx, heads, n, heads->ne[2]);
+    return is_transposed ? ggml_reshape_2d(ctx, rows, 1, n * heads->ne[2]) : rows;
+}
+
+/* Check that heads left out reach a cache as zeros, though a bias is added to them. */
+static void check_cache(int64_t n_tokens, int64_t n_heads, bool is_transposed) {
+    ctx                             = ggml_init((struct ggml_init_params){.mem_size = 4u << 20});
+    ggml_backend_buffer_t buffer    = weights_buffer();
+    struct ggml_tensor *  keys      = matrix(buffer, "blk.0.attn_k.weight", WIDTH, N_HEADS * D, 1);
+    struct ggml_tensor *  k         = ggml_mul_mat(ctx, keys, tensor(WIDTH, n_tokens, 1));
+    struct ggml_tensor *  positions = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_tokens);
+    k = ggml_reshape_3d(ctx, ggml_add(ctx, k, tensor(N_HEADS * D, 1, 1)), D, N_HEADS, n_tokens);
+    for (int i = 0; i < n_tokens; ++i) {
+        ((int32_t *) positions->data)[i] = 100 + i;
+    }
+    struct ggml_tensor * rows  = stored(ggml_rope(ctx, k, positions, D, 0), is_transposed);
+    struct ggml_tensor * cache = tensor(rows->ne[0], rows->ne[1] + 1, 1);
+    struct ggml_tensor * cells = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, rows->ne[1]);
+    for (int64_t i = 0; i < rows->ne[1]; ++i) {
+        ((int64_t *) cells->data)[i] = i;
+    }
+    const claim claims[] = {{keys, LLMAAS_ROWS, n_heads * D}};
+    CHECK(compute_parts(ggml_set_rows(ctx, cache, rows, cells), claims, 1, 2) == 0);
+    for (int64_t i = 0; i < n_tokens * N_HEADS * D; ++i) {
+        const bool is_left_out = i % (N_HEADS * D) >= n_heads * D;
+        CHECK((((const float *) cache->data)[i] == 0.0f) == is_left_out);
+    }
+    ggml_backend_buffer_free(buffer);
+    ggml_free(ctx);
+}
+
+static void test_caches(void) {
+    for (int64_t n_heads = 0; n_heads <= N_HEADS; ++n_heads) {
+        check_cache(1, n_heads, false);
+        check_cache(7, n_heads, false);
+        check_cache(7, n_heads, true);
+    }
+}
+
 /* -- neurons ------------------------------------------------------------------------------------------------------- */
 
 typedef struct ggml_tensor * (*middle)(struct ggml_tensor * gate, struct ggml_tensor * up);
@@ -323,6 +372,7 @@ static void test_pieces(void) {
 
 int main(void) {
     test_heads();
+    test_caches();
     test_neurons();
     test_what_needs_more();
     test_pieces();

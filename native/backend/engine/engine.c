@@ -108,6 +108,11 @@ static void rewrite_lookup(llmaas_engine * engine, struct ggml_tensor * node) {
     }
 }
 
+static void append(llmaas_engine * engine, struct ggml_tensor * node) {
+    llmaas_taps_notice(&engine->taps, node);
+    llmaas_graph_append(engine->graph, node);
+}
+
 static void rewrite_other(llmaas_engine * engine, struct ggml_tensor * node) {
     switch (llmaas_op_of(node)) {
         case LLMAAS_OP_GET_ROWS:
@@ -120,9 +125,12 @@ static void rewrite_other(llmaas_engine * engine, struct ggml_tensor * node) {
             llmaas_graph_append(engine->graph, node);
             engine->n_taps += llmaas_taps_attention(&engine->taps, engine->graph, node, 0);
             break;
+        case LLMAAS_OP_SET_ROWS:
+            llmaas_pruning_clear_rest(&engine->pruning, engine->graph, node->src[0]);
+            append(engine, node);
+            break;
         default:
-            llmaas_taps_notice(&engine->taps, node);
-            llmaas_graph_append(engine->graph, node);
+            append(engine, node);
     }
 }
 

@@ -178,6 +178,37 @@ bool llmaas_pruning_find(
     return true;
 }
 
+/* -- the rest of tensors that are written to memory ---------------------------------------------------------------- */
+
+struct rest {
+    char * data;
+    size_t n_periods, n_period, n_kept; /* n_period and n_kept are bytes */
+};
+
+static void clear_rest(void * arg, int ith, int nth) {
+    const struct rest * rest  = arg;
+    const size_t        first = rest->n_periods * (size_t) ith / (size_t) nth;
+    const size_t        last  = rest->n_periods * (size_t) (ith + 1) / (size_t) nth;
+    for (size_t i = first; i < last; i++) {
+        memset(rest->data + i * rest->n_period + rest->n_kept, 0, rest->n_period - rest->n_kept);
+    }
+}
+
+void llmaas_pruning_clear_rest(
+    const llmaas_pruning * pruning, llmaas_graph * graph, const struct ggml_tensor * tensor) {
+    const llmaas_pruned * found = find(pruning, tensor);
+    if (!found || !found->has_rest || !ggml_is_contiguous(tensor)) {
+        return;
+    }
+    size_t n_each = sizeof(float); /* bytes of a neighbor along the axis */
+    for (int i = 0; i < found->axis; i++) {
+        n_each *= (size_t) tensor->ne[i];
+    }
+    const size_t      n_period = n_each * (size_t) found->period;
+    const struct rest rest     = {tensor->data, ggml_nbytes(tensor) / n_period, n_period, n_each * (size_t) found->n};
+    llmaas_graph_step(graph, clear_rest, &rest, sizeof rest);
+}
+
 /* -- narrowed nodes ------------------------------------------------------------------------------------------------ */
 
 static void close_gaps(struct ggml_tensor * tensor) {

@@ -19,6 +19,8 @@ typedef struct llmaas_pruned {
                                           * none */
     bool                       is_void;  /* some node needs more than that; only valid where `joined` is the
                                           * tensor's own number */
+    bool                       has_rest; /* where all of the tensor is computed, the other values may differ from
+                                          * zero */
 } llmaas_pruned;
 
 typedef struct llmaas_pruning {
@@ -44,6 +46,11 @@ llmaas_pruned * llmaas_pruning_of(const llmaas_pruning * pruning, const struct g
  * memory, and the graph fails. */
 struct ggml_tensor * llmaas_pruned_make(
     const llmaas_pruning * pruning, llmaas_graph * graph, llmaas_pruned * pruned);
+
+/* Append a step that sets the values of `tensor` that a narrowed model does not have to zero, unless they are zero. Call
+ * it before a node that writes the tensor to memory which outlives the graph. */
+void llmaas_pruning_clear_rest(
+    const llmaas_pruning * pruning, llmaas_graph * graph, const struct ggml_tensor * tensor);
 
 /* -- how nodes pass the pruning on (pruning_rules.c) ---------------------------------------------------------------- */
 

@@ -114,11 +114,26 @@ static bool is_alone(const llmaas_pruning * pruning, const struct ggml_tensor * 
     return is;
 }
 
+/* Return whether a node leaves values as they are. Others make biases, negative zeros or, with an epsilon of 0, NaN of
+ * zeros. */
+static bool keeps_values(const struct ggml_tensor * node) {
+    switch (llmaas_op_of(node)) {
+        case LLMAAS_OP_PERMUTE:
+        case LLMAAS_OP_VIEW:
+        case LLMAAS_OP_RESHAPE:
+        case LLMAAS_OP_CONT:
+            return true;
+        default:
+            return false;
+    }
+}
+
 bool llmaas_pruned_follow(
     const llmaas_pruning * pruning, const struct ggml_tensor * node, const llmaas_pruned * from, llmaas_pruned * to) {
-    to->axis   = from->axis;
-    to->period = from->period;
-    to->n      = from->n;
+    to->axis     = from->axis;
+    to->period   = from->period;
+    to->n        = from->n;
+    to->has_rest = from->has_rest || !keeps_values(node);
     switch (llmaas_op_of(node)) {
         case LLMAAS_OP_ADD:
         case LLMAAS_OP_MUL:
