@@ -200,13 +200,12 @@ def _shapes(elastic: Elastic, table: str) -> dict[str, list[tuple[int, int]]]:
     """Return the rows and columns of each weight in use, by weight name, then by level."""
     blocks, found = elastic.blocks, {}
     for name, extents in extents_of(blocks, elastic.tables[table]).items():
-        n_units = (
-            blocks.n_groups * blocks.group_width
-            if name.split(".")[2].startswith("attn")
-            else blocks.n_ff
-        )
+        matrix = name.split(".")[2]
+        if matrix not in _MATRICES:
+            continue
+        is_attention, is_rows = matrix.startswith("attn"), matrix in ROWS
+        n_units = blocks.n_groups * blocks.group_width if is_attention else blocks.n_ff
         widths = [n_units if extent is None else extent for extent in extents]
-        is_rows = name.split(".")[2] in ROWS
         found[name] = [(n, blocks.n_embd) if is_rows else (blocks.n_embd, n) for n in widths]
     return found
 

@@ -22,6 +22,7 @@ class ElasticModel:
         levels: Levels, widest first.
         table: Name of the table of widths.
         widths: Widths by level.
+        cuts_keys_values: Whether narrow levels compute the keys and values of their groups only.
         is_compensated: Whether biases are added to products.
         adapters: Place of the table's adapters in the file, or None if it has none.
         is_adapted: Whether the adapters are added to products.
@@ -31,6 +32,7 @@ class ElasticModel:
     levels: tuple[float, ...]
     table: str
     widths: tuple[Widths, ...]
+    cuts_keys_values: bool
     is_compensated: bool
     adapters: AdapterTable | None
     is_adapted: bool
@@ -39,6 +41,7 @@ class ElasticModel:
         """Return the model's levels and the number of units in use at each."""
         return {
             "table": self.table,
+            "cuts_keys_values": self.cuts_keys_values,
             "compensated": self.is_compensated,
             "adapters": self._adapters(),
             "levels": list(self.levels),

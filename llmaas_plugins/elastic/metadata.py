@@ -73,6 +73,7 @@ class _Json(_Model):
     anchors: list[int]
     calibration: _Calibration
     source: Source | None
+    cuts_keys_values: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +82,8 @@ class Elastic:
 
     Attributes:
         blocks: The model's blocks.
-        levels: Shares of the blocks' bytes without K and V projections; descending from 1.
+        levels: Shares of the blocks' bytes; descending from 1. K and V projections count only if
+            levels cut them.
         step: Unit of neurons in use: their number is a multiple of ``step``, or all.
         tables: Widths by level, by the name of the method that chose them.
         anchors: Layers whose loss matters most; the uniform table keeps them whole for longest.
@@ -152,7 +154,7 @@ def read_elastic(path: Path) -> Elastic | None:
     if PREFIX not in header.fields:
         return None
     try:
-        return _elastic(header, blocks_in(header, path)).check()
+        return _elastic(header, path).check()
     except (ConfigError, ValidationError) as error:
         raise ConfigError(
             f"{path} was prepared by another version, or is damaged: {_reason(error)}. Prepare it "
@@ -194,8 +196,9 @@ def entries_of(elastic: Elastic, order: Order) -> list[bytes]:
             method=calibration.method,
         ),
         source=elastic.source,
+        cuts_keys_values=elastic.blocks.cuts_keys_values,
     )
-    fields: dict[str, str | NDArray[Any]] = {PREFIX: json.model_dump_json()}
+    fields: dict[str, str | NDArray[Any]] = {PREFIX: json.model_dump_json(exclude_defaults=True)}
     fields |= {_GROUPS: order.groups, _NEURONS: order.neurons}
     for name, biases in elastic.biases.items():
         fields[_BIASES + name] = biases.view(np.uint16)
@@ -205,9 +208,10 @@ def entries_of(elastic: Elastic, order: Order) -> list[bytes]:
 # -- inside --------------------------------------------------------------------------------------
 
 
-def _elastic(header: GGUFHeader, blocks: Blocks) -> Elastic:
+def _elastic(header: GGUFHeader, path: Path) -> Elastic:
     text = header.fields[PREFIX]
     json = _Json.model_validate_json(text if isinstance(text, str) else "")
+    blocks = blocks_in(header, path, cuts_keys_values=json.cuts_keys_values)
     shape = len(json.levels), blocks.n_layers, 2, blocks.n_embd
     names = [key.removeprefix(_BIASES) for key in header.fields if key.startswith(_BIASES)]
     biases = {

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import LowRank, WeightClaim
-from llmaas_plugins.elastic.units import Blocks, Widths
+from llmaas_plugins.elastic.units import KEYS_VALUES, Blocks, Widths
 
 __all__ = ["COLUMNS", "ROWS", "Extents", "LevelAdapters", "extents_of", "part_claims"]
 
@@ -22,10 +22,7 @@ Extents = tuple[int | None, ...]
 ROWS = ("attn_q", "ffn_gate", "ffn_up")
 """Weights that produce the values of units. A level leaves out rows of them."""
 COLUMNS = ("attn_output", "ffn_down")
-"""Weights that read the values of units. A level leaves out columns of them.
-
-Keys and values are always whole, so the KV cache suits every level.
-"""
+"""Weights that read the values of units. A level leaves out columns of them."""
 
 
 def extents_of(blocks: Blocks, levels: Sequence[Widths]) -> dict[str, Extents]:
@@ -37,6 +34,8 @@ def extents_of(blocks: Blocks, levels: Sequence[Widths]) -> dict[str, Extents]:
         neurons = _cut([int(one.neurons[layer]) for one in levels], blocks.n_ff, 1)
         for name in (*ROWS, *COLUMNS):
             found[f"blk.{layer}.{name}.weight"] = heads if name.startswith("attn") else neurons
+        for name in KEYS_VALUES if blocks.cuts_keys_values else ():
+            found[f"blk.{layer}.{name}.weight"] = _cut(groups, blocks.n_groups, blocks.head_dim)
     return found
 
 
@@ -58,11 +57,11 @@ def part_claims(
     claims = []
     for name, extents in extents_of(blocks, levels).items():
         pattern, terms = re.escape(name), _by_level(adapters, name, len(levels))
-        if name.split(".")[2] in ROWS:
-            claims.append(WeightClaim(pattern, rows=extents, adapters=terms))
-        else:
+        if name.split(".")[2] in COLUMNS:
             bias = biases.get(name)
             claims.append(WeightClaim(pattern, columns=extents, biases=bias, adapters=terms))
+        else:
+            claims.append(WeightClaim(pattern, rows=extents, adapters=terms))
     return claims
 
 

@@ -104,6 +104,7 @@ class ElasticModels:
             levels=found.levels,
             table=table,
             widths=widths,
+            cuts_keys_values=found.blocks.cuts_keys_values,
             is_compensated=bool(biases),
             adapters=found.adapters.get(table),
             is_adapted=bool(adapters),

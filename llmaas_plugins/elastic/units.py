@@ -2,7 +2,8 @@
 
 A KV group is the query heads that share a key and value head: rows of ``attn_q`` and columns of
 ``attn_output``. A neuron is a row of ``ffn_gate`` and of ``ffn_up``, and a column of ``ffn_down``.
-The units of a layer may be in any order (ElastiLM §3.2). Keys and values are never left out.
+The units of a layer may be in any order (ElastiLM §3.2). Keys and values of a group, rows of
+``attn_k`` and ``attn_v``, are left out with it only where the model was prepared so.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from llmaas_plugins.model.gguf_header import GGUFHeader, GGUFTensor, read_header
 
 __all__ = [
     "FAMILIES",
+    "KEYS_VALUES",
     "Blocks",
     "Calibration",
     "Scores",
@@ -35,10 +37,19 @@ __all__ = [
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 """Architectures that can be elastic, by their llama.cpp names."""
 
+KEYS_VALUES = ("attn_k", "attn_v")
+"""Weights that produce the keys and values of groups.
+
+A level leaves out rows of them only if the model was prepared so. Otherwise the cells of every
+level have all groups.
+"""
+
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 _BIASES = {"llama": _MATRICES, "qwen2": _MATRICES[:3], "qwen3": _MATRICES[:3]}
 _GEMMA_NORMS = ("post_attention_norm", "post_ffw_norm")
 _HEAD_NORMS = ("attn_q_norm", "attn_k_norm")
+_ROWS_TOGETHER = 8
+"""Rows of a repacked matrix that can only be left out together."""
 _NORMS = {"qwen3": _HEAD_NORMS, "gemma2": _GEMMA_NORMS, "gemma3": (*_GEMMA_NORMS, *_HEAD_NORMS)}
 
 
@@ -68,11 +79,15 @@ class Blocks:
         n_embd: Width of the blocks' input and output.
         n_ff: Number of neurons of a layer.
         group_granule: Number of groups that can only be moved or left out together. It is 1, unless
-            a quantization block of ``attn_output`` spans several groups.
+            a quantization block of ``attn_output`` spans several groups, or keys and values are cut
+            and a head has no multiple of 8 rows.
         granule: Number of neurons that can only be moved or left out together: the block size of
             ``ffn_down``'s type, or 1.
-        group_bytes: Bytes of one group in ``attn_q`` and ``attn_output``, by layer.
+        group_bytes: Bytes of one group that a level leaves out, by layer: those in ``attn_q`` and
+            ``attn_output``, and ``key_value_bytes`` with ``cuts_keys_values``.
         neuron_bytes: Bytes of one neuron in ``ffn_gate``, ``ffn_up`` and ``ffn_down``, by layer.
+        key_value_bytes: Bytes of one group in ``attn_k`` and ``attn_v``, by layer.
+        cuts_keys_values: Whether levels also leave out rows of ``attn_k`` and ``attn_v``.
     """
 
     arch: str
@@ -86,6 +101,8 @@ class Blocks:
     granule: int
     group_bytes: tuple[float, ...]
     neuron_bytes: tuple[float, ...]
+    key_value_bytes: tuple[float, ...]
+    cuts_keys_values: bool
 
     @property
     def group_width(self) -> int:
@@ -98,9 +115,17 @@ class Blocks:
         return sum(self.group_bytes) * self.n_groups + sum(self.neuron_bytes) * self.n_ff
 
     def share(self, widths: Widths) -> float:
-        """Return the share of all units' bytes (without K and V projections) that widths use."""
+        """Return the share of all units' bytes that widths use.
+
+        Bytes of K and V projections count only if levels cut them.
+        """
         groups, neurons = np.array(self.group_bytes), np.array(self.neuron_bytes)
         return float(groups @ widths.groups + neurons @ widths.neurons) / self.n_bytes
+
+    def computed_share(self, share: float) -> float:
+        """Return the share of the bytes of all matrices, K and V included, at a share of units."""
+        whole = 0.0 if self.cuts_keys_values else sum(self.key_value_bytes) * self.n_groups
+        return (share * self.n_bytes + whole) / (self.n_bytes + whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +174,18 @@ def without_layers(blocks: Blocks, layers: Collection[int]) -> Widths:
     return Widths(blocks.n_groups * is_kept, blocks.n_ff * is_kept)
 
 
-def blocks_of(path: Path) -> Blocks:
+def blocks_of(path: Path, *, cuts_keys_values: bool = False) -> Blocks:
     """Read the blocks of a model file.
+
+    Args:
+        path: GGUF file.
+        cuts_keys_values: Whether levels also leave out rows of ``attn_k`` and ``attn_v``.
 
     Raises:
         ConfigError: The file is no GGUF, or its model cannot be elastic. The message says why.
         StoreError: The file cannot be read.
     """
-    return blocks_in(read_header(path), path)
+    return blocks_in(read_header(path), path, cuts_keys_values=cuts_keys_values)
 
 
 def is_q8_0(path: Path) -> bool:
@@ -170,14 +199,19 @@ def is_q8_0(path: Path) -> bool:
     return all(each.type.name == "Q8_0" for name, each in tensors if ".ffn_down.weight" in name)
 
 
-def blocks_in(header: GGUFHeader, path: Path) -> Blocks:
+def blocks_in(header: GGUFHeader, path: Path, *, cuts_keys_values: bool = False) -> Blocks:
     """Return the blocks of a model whose header was already read.
+
+    Args:
+        header: Header of the file.
+        path: Path for messages.
+        cuts_keys_values: Whether levels also leave out rows of ``attn_k`` and ``attn_v``.
 
     Raises:
         ConfigError: The model cannot be elastic.
     """
     try:
-        return _blocks(header)
+        return _blocks(header, cuts_keys_values=cuts_keys_values)
     except _UnfitError as error:
         raise ConfigError(
             f"{path} cannot be made elastic: {error}. Supported are dense models of the families "
@@ -192,7 +226,7 @@ class _UnfitError(Exception):
     """Reason why a model cannot be elastic."""
 
 
-def _blocks(header: GGUFHeader) -> Blocks:
+def _blocks(header: GGUFHeader, *, cuts_keys_values: bool) -> Blocks:
     arch = _served_arch(header)
     number = _Numbers(header, arch)
     n_layers, n_embd = number("block_count"), number("embedding_length")
@@ -209,6 +243,8 @@ def _blocks(header: GGUFHeader) -> Blocks:
     shapes = _shapes(n_embd, n_heads * head_dim, n_groups * head_dim, n_ff)
     for i, layer in enumerate(layers):
         _check_shapes(header, i, layer, shapes)
+    cut = ("attn_q", "attn_output", *(KEYS_VALUES if cuts_keys_values else ()))
+    together = _ROWS_TOGETHER // math.gcd(_ROWS_TOGETHER, head_dim) if cuts_keys_values else 1
     return Blocks(
         arch=arch,
         n_layers=n_layers,
@@ -217,12 +253,14 @@ def _blocks(header: GGUFHeader) -> Blocks:
         head_dim=head_dim,
         n_embd=n_embd,
         n_ff=n_ff,
-        group_granule=_group_granule(layers, n_groups, n_heads // n_groups * head_dim),
+        group_granule=_group_granule(layers, n_groups, n_heads // n_groups * head_dim, together),
         granule=math.lcm(*(layer["ffn_down"].block_columns for layer in layers)),
-        group_bytes=tuple(_bytes(layer, "attn_q", "attn_output") / n_groups for layer in layers),
+        group_bytes=tuple(_bytes(layer, *cut) / n_groups for layer in layers),
         neuron_bytes=tuple(
             _bytes(layer, "ffn_gate", "ffn_up", "ffn_down") / n_ff for layer in layers
         ),
+        key_value_bytes=tuple(_bytes(layer, *KEYS_VALUES) / n_groups for layer in layers),
+        cuts_keys_values=cuts_keys_values,
     )
 
 
@@ -298,10 +336,15 @@ def _check_shapes(
             raise _UnfitError(f"blk.{i}.{name}.scale has more than one value")
 
 
-def _group_granule(layers: list[dict[str, GGUFTensor]], n_groups: int, width: int) -> int:
-    """Return the least number of groups whose columns of ``attn_output`` are whole blocks."""
+def _group_granule(
+    layers: list[dict[str, GGUFTensor]], n_groups: int, width: int, together: int
+) -> int:
+    """Return the least number of groups whose columns of ``attn_output`` are whole blocks.
+
+    It is a multiple of ``together``, or all groups.
+    """
     columns = math.lcm(*(layer["attn_output"].block_columns for layer in layers))
-    granule = columns // math.gcd(columns, width)
+    granule = math.lcm(columns // math.gcd(columns, width), together)
     return granule if n_groups % granule == 0 else n_groups
 
 

@@ -32,6 +32,8 @@ def models(draw):
         granule=granule,
         group_bytes=tuple(1e5 * draw(weigh) for _ in range(n_layers)),
         neuron_bytes=tuple(1e3 * draw(weigh) for _ in range(n_layers)),
+        key_value_bytes=(1e5,) * n_layers,
+        cuts_keys_values=False,
     )
     losses = [draw(st.floats(-1, 5)) for _ in range(n_layers)]
     return blocks, np.array(losses, np.float64)

@@ -34,9 +34,12 @@ def elastic_of(blocks):
     return Elastic(blocks, LEVELS, step, {"uniform": uniform}, (), calibration, None, {})
 
 
-def shuffled(source, path, seed=0, order=None):
-    """Prepare a model with its units in a random order or in ``order``."""
-    blocks = blocks_of(source)
+def shuffled(source, path, seed=0, order=None, **options):
+    """Prepare a model with its units in a random order or in ``order``.
+
+    The options are those of ``blocks_of``.
+    """
+    blocks = blocks_of(source, **options)
     order = order or order_by(blocks, scores_of(blocks, seed))
     write(write_prepared(source, path, elastic_of(blocks), order))
     return path

@@ -14,9 +14,12 @@ from llmaas_plugins.elastic.units import Calibration, Widths, blocks_of
 TENTHS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
-def prepare(source, path, *, tables=("uniform",), biases=(), levels=TENTHS):
-    """Write the prepared file; ``biases`` names the tables that have biases."""
-    blocks = blocks_of(source)
+def prepare(source, path, *, tables=("uniform",), biases=(), levels=TENTHS, **options):
+    """Write the prepared file; ``biases`` names the tables that have biases.
+
+    The other options are those of ``blocks_of``.
+    """
+    blocks = blocks_of(source, **options)
     order = Order(
         np.tile(np.arange(blocks.n_groups, dtype=np.uint32), (blocks.n_layers, 1)),
         np.tile(np.arange(blocks.n_ff, dtype=np.uint32), (blocks.n_layers, 1)),

@@ -21,8 +21,11 @@ from llmaas_hooks.native.low_rank import LowRank
 from llmaas_plugins.cli.elastic import recover as elastic_recover
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.elastic.adapters import read_adapters, write_adapters
-from llmaas_plugins.elastic.metadata import read_elastic
+from llmaas_plugins.elastic.metadata import order_in, read_elastic
 from llmaas_plugins.elastic.parts import COLUMNS, ROWS
+from llmaas_plugins.elastic.prepared_file import write_prepared
+from llmaas_plugins.elastic.units import blocks_of
+from llmaas_plugins.model.gguf_header import read_header
 
 torch = pytest.importorskip("torch", reason="make test-train installs it")
 costs = pytest.importorskip("llmaas_plugins.training.costs")
@@ -82,6 +85,22 @@ def test_the_adapter_of_an_outcome_is_what_was_judged(prepared):
     again.load(arrays)
     judged = np.mean(recovery.judge(again, texts.held_out), axis=0)
     np.testing.assert_allclose(judged, found.after, rtol=1e-5)
+
+
+def test_levels_that_cut_keys_and_values_learn_as_others_of_their_widths(prepared, tmp_path):
+    cut, order = tmp_path / "cut.gguf", order_in(read_header(prepared), blocks_of(prepared))
+    source = prepared.with_name("model.gguf")
+    elastic = replace(read_elastic(prepared), blocks=blocks_of(source, cuts_keys_values=True))
+    write(write_prepared(source, cut, elastic, order))
+    texts = recovery.Texts(WINDOWS, WINDOWS)
+    recipe = recovery.Recipe(n_tokens=64)
+    found, other = (recovery.recover(level_of(path), texts, recipe) for path in (prepared, cut))
+    assert read_elastic(cut).blocks.cuts_keys_values
+    assert found.before == other.before
+    for weight, one in found.adapters.items():
+        np.testing.assert_array_equal(one.b, other.adapters[weight].b)
+    write(write_adapters(cut, "uniform", {LEVEL: other.adapters}))
+    assert read_adapters(cut, read_elastic(cut), "uniform")[LEVEL].keys() == found.adapters.keys()
 
 
 def test_closure_is_the_share_of_the_gap_that_is_won_back():

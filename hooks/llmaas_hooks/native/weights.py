@@ -57,7 +57,8 @@ class WeightClaim:
         stamp: With ``path``: state of the file before the plugin looked at it. If the state differs
             when the host opens the file, the model is loaded without claims.
         rows: Number of leading rows (outputs) in use, by level; None is all. The other outputs are
-            zeros. The host rounds up to where the weight can be cut (8 rows when repacked).
+            zeros; if they are keys or values, so are their cells. The host rounds up to where the
+            weight can be cut (8 rows when repacked).
         columns: Number of leading columns (inputs) in use, by level; None is all. The host rounds
             up to whole blocks of the weight's type.
         biases: With ``columns``: vectors to add to products, by level; float32 of shape

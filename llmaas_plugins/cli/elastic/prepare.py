@@ -64,7 +64,7 @@ def add_prepare(actions: Any) -> None:
         "levels are less accurate, but the file computes exactly what the model computes, and "
         "`restore` writes the model again (default: ffn_down is quantized to Q8_0 again)",
     )
-    _add_search_options(parser)
+    _add_level_options(parser)
     add_calibration_options(parser)
     parser.add_argument(
         "--dry-run",
@@ -118,7 +118,14 @@ def restore(args: argparse.Namespace) -> int:
 # -- internals -----------------------------------------------------------------------------------
 
 
-def _add_search_options(parser: argparse.ArgumentParser) -> None:
+def _add_level_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cut-keys-values",
+        action="store_true",
+        help="leave out keys and values with their groups, as the paper does: a level is a share "
+        "of all bytes of the blocks. Contexts still serve every level, but a wider level reads "
+        "zeros for the groups that a narrower one left out (default: keys and values are whole)",
+    )
     parser.add_argument(
         "--no-search",
         dest="is_searched",

@@ -65,7 +65,8 @@ class Preparation:
         from llmaas_plugins.elastic.units import is_q8_0
         from llmaas_plugins.model.quantize import check_original
 
-        self._args, self._blocks = args, source_blocks(args.model)
+        self._args = args
+        self._blocks = source_blocks(args.model, cuts_keys_values=args.cut_keys_values)
         self.target = args.output or args.model.with_suffix(".elastic.gguf")
         check_target(self.target, "-o")
         check_is_another(args.model, self.target)
@@ -78,7 +79,11 @@ class Preparation:
         self._is_apart = args.quantize is None and not args.keep_blocks and is_q8_0(args.model)
         self._found_scores = self._read_scores()
         self._checkpoint = checkpoint_of(
-            args, self.target, quantize=args.quantize, keep_blocks=args.keep_blocks
+            args,
+            self.target,
+            quantize=args.quantize,
+            keep_blocks=args.keep_blocks,
+            cut_keys_values=args.cut_keys_values,
         )
         self._planned = self._plan()
         self._steps = Steps(self._planned, self._say)
@@ -100,6 +105,7 @@ class Preparation:
             self._say(
                 "ffn_down is quantized again, so that neurons move one by one (--keep-blocks)."
             )
+        self._announce_shares()
         self._say(
             f"steps, with times estimated from a probe of {N_PROBED} tokens and 32 MiB on this "
             "machine, as busy as it is:"
@@ -109,6 +115,21 @@ class Preparation:
         memory = size_text(memory_bytes(self._args, self._blocks))
         disk = size_text(disk_bytes(self._args))
         self._say(f"memory: at most about {memory}; disk: about {disk} in {self.target.parent}")
+
+    def _announce_shares(self) -> None:
+        """Print what narrow levels really are if keys and values are whole and as large as queries.
+
+        Where query heads share keys and values, these are small.
+        """
+        from llmaas_plugins.elastic.uniform import LEVELS
+
+        blocks, least = self._blocks, LEVELS[-1]
+        if blocks.heads_per_group == 1 and not blocks.cuts_keys_values:
+            self._say(
+                f"keys and values stay whole: level {least} computes with "
+                f"{100 * blocks.computed_share(least):.0f} % of the blocks' bytes "
+                "(--cut-keys-values cuts them, too)."
+            )
 
     def estimates(self) -> dict[str, Any]:
         """Return the estimates as JSON types."""

@@ -173,7 +173,7 @@ def keep(args: argparse.Namespace, path: Path, scores: Scores) -> str:
     return f"{path}: scores by {found.method} on {found.n_tokens:,} tokens of {said}."
 
 
-def source_blocks(model: Path) -> Blocks:
+def source_blocks(model: Path, *, cuts_keys_values: bool = False) -> Blocks:
     """Return the blocks of a model that is not prepared yet."""
     from llmaas_plugins.elastic.metadata import PREFIX
     from llmaas_plugins.elastic.units import blocks_in
@@ -184,7 +184,7 @@ def source_blocks(model: Path) -> Blocks:
         raise ConfigError(
             f"{model} is prepared already. `llmaas elastic restore` writes its source."
         )
-    return blocks_in(header, model)
+    return blocks_in(header, model, cuts_keys_values=cuts_keys_values)
 
 
 # -- internals -----------------------------------------------------------------------------------

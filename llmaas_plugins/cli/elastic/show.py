@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_show"]
 
+_WHOLE = "whole at every level, and not counted in shares"
+_CUT = (
+    "cut with their groups; a wider level reads zeros in cells of a narrower one, and is less "
+    "accurate there"
+)
+
 
 def add_show(actions: Any) -> None:
     """Register ``show``."""
@@ -24,8 +30,8 @@ def add_show(actions: Any) -> None:
         "show",
         show,
         "print the levels of a prepared model",
-        "Print a prepared model's levels: the share of the blocks' bytes that each level uses "
-        "(listing key and value projections separately), and its groups and neurons in each layer.",
+        "Print a prepared model's levels: the share of the blocks' bytes that each level uses, "
+        "without and with key and value projections, and its groups and neurons in each layer.",
         is_prepared=True,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -54,6 +60,7 @@ def _report(elastic: Elastic) -> dict[str, Any]:
         "heads_per_group": blocks.heads_per_group,
         "n_ff": blocks.n_ff,
         "step": elastic.step,
+        "cuts_keys_values": blocks.cuts_keys_values,
         "anchors": list(elastic.anchors),
         "calibration": {
             "method": calibration.method,
@@ -70,6 +77,7 @@ def _report(elastic: Elastic) -> dict[str, Any]:
                     {
                         "level": level,
                         "share": blocks.share(widths),
+                        "computed_share": blocks.computed_share(blocks.share(widths)),
                         "groups": widths.groups.tolist(),
                         "neurons": widths.neurons.tolist(),
                     }
@@ -90,12 +98,15 @@ def _lines(elastic: Elastic) -> Iterator[str]:
     yield f"scores by {printable(calibration.method)} on {calibration.n_tokens:,} tokens"
     yield f"anchor layers: {', '.join(map(str, elastic.anchors)) or 'none'}"
     yield f"can be restored: {'no, it was quantized' if elastic.source is None else 'yes'}"
+    yield f"keys and values: {_CUT if blocks.cuts_keys_values else _WHOLE}"
     for name, table in elastic.tables.items():
         yield ""
         yield f"{name}{', compensated' if name in elastic.biases else ''}{_adapted(elastic, name)}"
-        yield "level   share   groups in each layer; neurons in each layer"
+        yield "level   share   with K, V   groups in each layer; neurons in each layer"
         for level, widths in zip(elastic.levels, table, strict=True):
-            yield f"{level:5.1f}  {blocks.share(widths):6.3f}   {_widths(widths)}"
+            share = blocks.share(widths)
+            shares = f"{share:6.3f}   {blocks.computed_share(share):9.3f}"
+            yield f"{level:5.1f}  {shares}   {_widths(widths)}"
 
 
 def _adapters(elastic: Elastic, table: str) -> dict[str, int] | None:

@@ -49,13 +49,14 @@ def write_target(  # noqa: PLR0913 -- a file, its content, and how it is made
     from llmaas_plugins.elastic.prepared_file import write_prepared
     from llmaas_plugins.elastic.units import blocks_of
 
+    cuts = args.cut_keys_values
     if args.quantize is None:
-        elastic = _described(blocks_of(args.model), scores)
+        elastic = _described(blocks_of(args.model, cuts_keys_values=cuts), scores)
         for n in write_prepared(args.model, target, elastic, order, takes_blocks_apart=is_apart):
             progress(n)
         return
     with _quantized(args, target, order, progress) as source:
-        elastic = _described(blocks_of(source), scores)
+        elastic = _described(blocks_of(source, cuts_keys_values=cuts), scores)
         for n in write_prepared(source, target, elastic, order, is_ordered=True):
             progress(n)
 

@@ -118,8 +118,10 @@ def test_what_is_computed_again_has_the_level_of_the_prompt(narrowing, engine, t
 
 
 @pytest.mark.slow
-def test_weights_that_are_streamed_have_levels(model, tmp_path):
-    path = shutil.copyfile(model, tmp_path / "model.gguf")
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
+def test_weights_that_are_streamed_have_levels(reference_model, tmp_path, is_cut):
+    """Levels leave keys and values whole, or cut them."""
+    path = prepare(reference_model, tmp_path / "model.gguf", cuts_keys_values=is_cut)
     script = """
 from llmaas_plugins import elastic
 own = {"table": "uniform", "level": 0.5}

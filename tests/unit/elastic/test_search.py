@@ -33,6 +33,8 @@ def blocks(n_layers=4):
         granule=1,
         group_bytes=(64 * 256 * 4.0,) * n_layers,
         neuron_bytes=(3 * 256 * 2.0,) * n_layers,
+        key_value_bytes=(32 * 256 * 4.0,) * n_layers,
+        cuts_keys_values=False,
     )
 
 
