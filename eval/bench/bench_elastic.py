@@ -21,7 +21,6 @@ from llama_cpp import Llama
 
 from llmaas_eval.batches import batches, loaded
 from llmaas_eval.elastic.cutting import even_widths, write_cut
-from llmaas_eval.elastic.engine import Claimer
 from llmaas_eval.elastic.gathering import Gather
 from llmaas_eval.elastic.memory import peak_with
 from llmaas_eval.elastic.prepared import variants, write_uniform
@@ -31,6 +30,7 @@ from llmaas_eval.elastic.random_adapters import (
     write_llama_cpps,
     write_random_adapters,
 )
+from llmaas_eval.elastic.timing import DEPTH, claiming, on, opened, prepared, seconds_of
 from llmaas_eval.paired import repeats
 from llmaas_eval.stats import median_interval, quartiles
 from llmaas_hooks import hookimpl
@@ -42,7 +42,6 @@ from llmaas_plugins.elastic.uniform import LEVELS
 from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of, without_layers
 
 NOTHING = len(LEVELS)
-DEPTH = 512
 COPIED = 0.6
 ADAPTED = (0.6, 0.5, 0.4, 0.3, 0.2)
 RANK = 8
@@ -70,42 +69,6 @@ def variant(model):
     nine = variants(model, LEVELS)["uniform"]
     nothing = without_layers(nine.blocks, range(nine.blocks.n_layers))
     return replace(nine, levels=[*nine.levels, nothing])
-
-
-def on(n_threads):
-    def edit(params):
-        params.n_threads = params.n_threads_batch = n_threads
-
-    return edit
-
-
-def prepared(context, what):
-    """Return a function that evaluates tokens, and one that restores the state before it."""
-    if what == "token":
-        context.clear()
-        context.prefill(DEPTH)
-        return functools.partial(context.generate, 4), functools.partial(context.cut, DEPTH)
-    return functools.partial(context.prefill, what), context.clear
-
-
-def claiming(stack):
-    claimer = Claimer()
-    stack.enter_context(activate({"on_error": "raise", "plugins": {}}, {"bench": claimer}))
-    return claimer
-
-
-def opened(stack, claimer, variant, n_threads):
-    """Open a context of the variant; return it and its native context, which sets the level."""
-    claimer.claims = variant.claims()
-    model = stack.enter_context(loaded(variant.path))
-    return stack.enter_context(batches(model, on(n_threads))), claimer.contexts[-1]
-
-
-def seconds_of(run, before):
-    before()
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
 
 
 def two_of_each(benchmark, theirs, ours, rounds):

@@ -20,6 +20,7 @@ __all__ = [
     "SHAPE_200M",
     "SHAPE_MOE",
     "SHAPE_TINY",
+    "SHAPE_UNGROUPED",
     "Shape",
     "copy_field",
     "copy_tokenizer",
@@ -65,6 +66,8 @@ SHAPE_MOE = Shape(
     n_layer=16, n_embd=1024, n_head=16, n_head_kv=8, n_ff=2048, n_ctx=4096, n_expert=8
 )
 """A mixture of 8 small experts: 0.8 B weights, of which each token uses 0.3 B."""
+SHAPE_UNGROUPED = Shape(n_layer=16, n_embd=1024, n_head=8, n_head_kv=8, n_ff=2752, n_ctx=4096)
+"""Llama-2-7B's block shape in a 200 M model: each query head has keys and values of its own."""
 SHAPE_TINY = Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=1, n_ff=128, n_ctx=512)
 """A model with almost nothing to compute, to measure the overhead of a decode call."""
 

@@ -71,4 +71,26 @@ def _adapters(outputs: Sequence[Output]) -> Table:
     return Table(heads, lines, "l".ljust(len(heads), "r"))
 
 
-TABLES: Mapping[str, Maker] = {"elastic-time": _levels, "elastic-adapters": _adapters}
+def _cut(outputs: Sequence[Output]) -> Table:
+    """Show the milliseconds of a level with whole keys and values, and with them cut."""
+    found = figures(outputs, "bench_keys_values::bench_cut", "what")
+    batches = {"token": "token", 512: "512 tokens"}
+    lines = []
+    for level, info in found["token",].items():
+        cells = [level.replace("%", " %"), *(percent(share) for share in info["shares"])]
+        for what in batches:
+            own = found[what,][level]
+            cells += [grouped(parse_interval(own[side])[0]) + " ms" for side in ("whole", "cut")]
+            cells.append(between(parse_interval(own["ratio"]), 3))
+        lines.append(cells)
+    heads = ["level", "bytes, whole", "bytes, cut"]
+    for head in batches.values():
+        heads += [f"{head}, whole", "cut", "cut over whole"]
+    return Table(heads, lines, "l".ljust(len(heads), "r"))
+
+
+TABLES: Mapping[str, Maker] = {
+    "elastic-time": _levels,
+    "elastic-adapters": _adapters,
+    "elastic-cut-time": _cut,
+}

@@ -4,8 +4,9 @@
     python -m llmaas_eval.elastic --model model-f16.gguf --prepared prepared.gguf
 
 All methods read the same windows of text; the intervals are over windows. Methods are compared at
-equal bytes of the blocks' weights, K and V projections not counted. A method that removes whole
-layers also removes their K and V projections; it gets the next larger number of layers.
+equal bytes of the blocks' weights; K and V projections count if PREPARED cuts them. A method that
+removes whole layers also removes their K and V projections; it gets the next larger number of
+layers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from llmaas_eval.elastic.rows import as_json
 from llmaas_eval.elastic.study import PARTS, Choices, study
 from llmaas_eval.elastic.texts import windows_of
 from llmaas_eval.results import about
+from llmaas_plugins.elastic.metadata import read_elastic
 
 __all__ = ["main"]
 
@@ -48,13 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             found = study(_material(args, Path(folder)), _choices(args))
+            always = _always_computed(args.prepared)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if args.pictures:
         from llmaas_eval.elastic.plots import draw
 
         draw(found, args.pictures)
-    document = about() | as_json(found)
+    document = about() | {"always_computed": always} | as_json(found)
     sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
     return 0
 
@@ -89,6 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--pictures", type=Path, metavar="FOLDER", help="also write PNG plots to FOLDER")
     add("--quick", action="store_true", help="read a few windows of packaged text, as a check only")
     return parser
+
+
+def _always_computed(prepared: Path) -> float:
+    """Return the share of the blocks' bytes that every level computes with: K and V, unless cut."""
+    elastic = read_elastic(prepared)
+    assert elastic is not None
+    return elastic.blocks.computed_share(0.0)
 
 
 def _choices(args: argparse.Namespace) -> Choices:

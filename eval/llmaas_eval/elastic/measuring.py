@@ -28,7 +28,8 @@ class Material:
         prepared: Output of ``llmaas elastic prepare`` for the source.
         windows: Test text.
         calibration: Text to score importance on, for methods that score it in this study.
-        levels: Shares of the blocks' bytes, K and V projections not counted; largest first.
+        levels: Shares of the blocks' bytes, largest first. K and V projections count if the
+            prepared file cuts them.
         folder: Folder for temporary model files.
         kinds: Test text of other kinds, by the kind's name.
     """
@@ -47,7 +48,7 @@ class Measuring:
 
     Attributes:
         of: The material.
-        blocks: Units of the source model.
+        blocks: Units of the source model, cut as the prepared file's.
         ours: Variants of the prepared file, by name.
         calibration: Calibration text for other methods, as long as the prepared file's.
         full: Result of the source model.
@@ -55,8 +56,10 @@ class Measuring:
 
     def __init__(self, of: Material) -> None:
         """Measure the source model."""
-        self.of, self.blocks = of, blocks_of(of.source)
-        self.ours = variants(of.prepared, of.levels)
+        self.of, self.ours = of, variants(of.prepared, of.levels)
+        prepared = read_elastic(of.prepared)
+        assert prepared is not None
+        self.blocks = blocks_of(of.source, cuts_keys_values=prepared.blocks.cuts_keys_values)
         self.calibration = of.calibration[: _n_windows(of)]
         (reading,) = self.read(FULL, Variant(of.source))
         self.full = Row(FULL, 1.0, 1.0, reading)

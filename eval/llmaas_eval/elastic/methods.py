@@ -19,7 +19,7 @@ from llmaas_eval.elastic.scores import (
     magnitude_scores,
     random_scores,
 )
-from llmaas_eval.elastic.sizes import kept_layers, kv_bytes
+from llmaas_eval.elastic.sizes import kept_layers
 from llmaas_plugins import activate
 from llmaas_plugins.elastic.compensation import biases_of
 from llmaas_plugins.elastic.fluctuation import (
@@ -40,7 +40,6 @@ _N_SEEDS = 5
 def rows_of_layers(
     name: str,
     blocks: Blocks,
-    n_kv_bytes: int,
     levels: Sequence[float],
     by_kept: Mapping[int, Reading],
 ) -> Iterator[Row]:
@@ -53,12 +52,11 @@ def rows_of_layers(
     Args:
         name: Name of the method.
         blocks: Units of the model.
-        n_kv_bytes: Bytes of the K and V projections, which are removed with their layers.
-        levels: Shares of the blocks' bytes, K and V projections not counted.
+        levels: Shares of the bytes of the blocks' units.
         by_kept: The method's readings by the number of kept layers.
     """
     for level in levels:
-        kept = kept_layers(blocks, n_kv_bytes, level)
+        kept = kept_layers(blocks, level)
         most = by_kept[kept.n]
         yield Row(name, level, kept.n / blocks.n_layers, most)
         if kept.n > 1:
@@ -155,8 +153,7 @@ def _laco(measuring: Measuring, name: str) -> list[Row]:
 
 
 def _layers(measuring: Measuring, name: str, by_kept: Mapping[int, Reading]) -> list[Row]:
-    of = measuring.of
-    return list(rows_of_layers(name, measuring.blocks, kv_bytes(of.source), of.levels, by_kept))
+    return list(rows_of_layers(name, measuring.blocks, measuring.of.levels, by_kept))
 
 
 METHODS: Mapping[str, Callable[[Measuring, str], list[Row]]] = {

@@ -18,18 +18,21 @@ from llmaas_plugins.elastic.units import Scores, blocks_of
 __all__ = ["by_weight", "default_variant", "variants", "write_uniform"]
 
 
-def write_uniform(source: Path, path: Path, scores: Scores) -> Path:
+def write_uniform(
+    source: Path, path: Path, scores: Scores, *, cuts_keys_values: bool = False
+) -> Path:
     """Write a prepared model that has only the uniform widths, which are the paper's.
 
     Args:
         source: GGUF file of the model.
         path: Output file.
         scores: Scores of the units. Without scores of layers, all layers count the same.
+        cuts_keys_values: Whether levels also leave out keys and values.
 
     Returns:
         ``path``.
     """
-    blocks = blocks_of(source)
+    blocks = blocks_of(source, cuts_keys_values=cuts_keys_values)
     step, losses = step_of(blocks), scores.layers
     losses = np.zeros(blocks.n_layers) if losses is None else losses
     elastic = Elastic(

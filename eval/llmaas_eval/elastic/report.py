@@ -127,6 +127,51 @@ def _continuations(outputs: Sequence[Output]) -> Table:
     return Table(["", f"then {first}", *others], lines, "l".ljust(1 + len(levels), "r"))
 
 
+def _cut_levels(outputs: Sequence[Output]) -> Table:
+    """Show levels with whole and with cut keys and values: bytes of all matrices, perplexity."""
+    parts = []
+    for output in _whole_and_cut(outputs):
+        rows, always = _rows([output], "levels"), output["always_computed"]
+        full = _full(rows)
+        parts.append(
+            {
+                row.level: [
+                    percent(always + (1 - always) * row.share),
+                    _ratio(perplexity_ratio(row.reading, full).value),
+                ]
+                for row in rows
+                if row.method == _SEARCHED
+            }
+        )
+    whole, cut = parts
+    lines = [[percent(level), *whole[level], *cut[level]] for level in whole]
+    heads = ["level", "bytes, whole", "perplexity", "bytes, cut", "perplexity"]
+    return Table(heads, lines, "l".ljust(len(heads), "r"))
+
+
+def _cut_continuations(outputs: Sequence[Output]) -> Table:
+    """Show contexts that change their level, with whole and with cut keys and values."""
+    tables = [_continuations([output]) for output in _whole_and_cut(outputs)]
+    lines = [
+        [f"{label}, {how}", *cells]
+        for pair in zip(*(table.rows for table in tables), strict=True)
+        for how, (label, *cells) in zip(("whole", "cut"), pair, strict=True)
+    ]
+    return tables[0]._replace(rows=lines)
+
+
+def _whole_and_cut(outputs: Sequence[Output]) -> Sequence[Output]:
+    """Return the output of a file with whole keys and values, and of one that cuts them.
+
+    Raises:
+        NoRowsError: These are other outputs.
+    """
+    cuts = [output.get("always_computed") == 0 for output in outputs]
+    if cuts != [False, True]:
+        raise NoRowsError("found other outputs, expected one with whole keys and values, one cut")
+    return outputs
+
+
 def _kinds(outputs: Sequence[Output]) -> Table:
     """Show perplexity over the whole model's, with its interval, for each kind of text."""
     rows = _rows(outputs, "kinds")
@@ -151,6 +196,9 @@ TABLES: Mapping[str, Maker] = {
     "elastic-agreement": _agreement,
     "elastic-calibration": _calibrations,
     "elastic-continued": _continuations,
+    "elastic-cut-levels": _cut_levels,
+    "elastic-cut-continued": _cut_continuations,
+    "elastic-cut-continued-grouped": _cut_continuations,
     "elastic-types": _types,
     "elastic-kinds": _kinds,
 }

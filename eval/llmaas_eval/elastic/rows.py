@@ -25,7 +25,7 @@ class Row(NamedTuple):
     Attributes:
         method: Method that shrank the model.
         level: Level that it was shrunk to; 1 for the whole model.
-        share: Share of the blocks' bytes in use, K and V projections not counted.
+        share: Share of the bytes of the blocks' units in use.
         reading: Loss and agreement on the test text.
     """
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.elastic.units import Blocks
 
-__all__ = ["KeptLayers", "kept_layers", "kv_bytes"]
-
-
-def kv_bytes(path: Path) -> int:
-    """Return the bytes of a model's K and V projections."""
-    names = "attn_k.weight", "attn_v.weight"
-    tensors = model_tensors(path).items()
-    return sum(info.n_bytes for name, info in tensors if name.partition("blk.")[2].endswith(names))
+__all__ = ["KeptLayers", "kept_layers"]
 
 
 class KeptLayers(NamedTuple):
@@ -32,13 +23,12 @@ class KeptLayers(NamedTuple):
     share: float
 
 
-def kept_layers(blocks: Blocks, n_kv_bytes: int, level: float) -> KeptLayers:
-    """Return the layers that use as many bytes as our units at ``level`` plus all K and V.
+def kept_layers(blocks: Blocks, level: float) -> KeptLayers:
+    """Return the layers that use as many bytes as a level computes with.
 
-    Our levels keep all K and V projections; removed layers take theirs along. So slightly more
-    than share ``level`` of the layers is kept.
+    Removed layers take their K and V projections along. If our levels keep all of these, slightly
+    more than share ``level`` of the layers is kept.
     """
-    n_bytes = sum(blocks.group_bytes) * blocks.n_groups + sum(blocks.neuron_bytes) * blocks.n_ff
-    exact = blocks.n_layers * (level * n_bytes + n_kv_bytes) / (n_bytes + n_kv_bytes)
+    exact = blocks.n_layers * blocks.computed_share(level)
     n = int(np.ceil(exact - 1e-9))
     return KeptLayers(n, 1 - (n - exact))

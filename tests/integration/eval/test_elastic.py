@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from elastic_models import logits_of
 from gguf import GGUFReader
 
 from llmaas_eval.data import packaged_documents
@@ -14,6 +15,7 @@ from llmaas_eval.elastic.cutting import even_widths, write_cut
 from llmaas_eval.elastic.engine import Variant, readings
 from llmaas_eval.elastic.prepared import write_uniform
 from llmaas_eval.elastic.texts import windows_of
+from llmaas_eval.elastic.ungrouped import write_ungrouped
 from llmaas_eval.weights import f16_copy
 from llmaas_plugins.elastic.units import Calibration, Scores, all_units, blocks_of, without_layers
 
@@ -26,10 +28,14 @@ def source(reference_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prepared(source):
+def scores(source):
     blocks = blocks_of(source)
     groups, neurons = np.ones((8, blocks.n_groups)), np.ones((8, blocks.n_ff))
-    scores = Scores(groups, neurons, Calibration("", 0, 0, "none"), np.arange(8.0))
+    return Scores(groups, neurons, Calibration("", 0, 0, "none"), np.arange(8.0))
+
+
+@pytest.fixture(scope="module")
+def prepared(source, scores):
     return write_uniform(source, source.with_stem("prepared"), scores)
 
 
@@ -99,6 +105,30 @@ def test_contexts_change_their_level_on_the_way(source, prepared, capsys):
     assert kl["from 100%", 1.0] == 0
     assert 0 < kl["from 50%", 1.0] < kl["from 100%", 0.5]
     assert kl["from 50%", 0.5] != kl["from 100%", 0.5]
+
+
+@pytest.mark.slow
+def test_keys_and_values_that_are_cut_cost_contexts_that_change_their_level(
+    source, prepared, scores, capsys
+):
+    cut = write_uniform(source, source.with_stem("cut"), scores, cuts_keys_values=True)
+    found = {
+        path: studied(capsys, source, path, "--parts", "continued") for path in (prepared, cut)
+    }
+    assert found[prepared]["always_computed"] > 0 == found[cut]["always_computed"]
+    kl = {
+        path: {(row["method"], row["level"]): sum(row["kl"]) for row in one["continued"]}
+        for path, one in found.items()
+    }
+    assert kl[cut]["from 50%", 1.0] > kl[prepared]["from 50%", 1.0]
+    assert kl[cut]["from 100%", 1.0] == 0
+
+
+def test_a_model_without_grouped_queries_says_the_same(source, tmp_path):
+    path = write_ungrouped(source, tmp_path / "ungrouped.gguf")
+    blocks = blocks_of(path)
+    assert (blocks.n_groups, blocks.heads_per_group) == (8, 1)
+    np.testing.assert_allclose(logits_of(path), logits_of(source), atol=1e-3)
 
 
 def test_a_kind_of_text_is_compared_with_itself(source, prepared, capsys):

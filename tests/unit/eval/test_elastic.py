@@ -29,7 +29,7 @@ def reading(nats, kl=0.0, same=1.0):
     return Reading(nats, np.full(len(nats), kl), np.full(len(nats), same))
 
 
-def blocks(n_layers=8):
+def blocks(n_layers=8, key_value_bytes=0.0):
     """Return blocks with a third of the bytes in groups and the rest in neurons."""
     return Blocks(
         arch="llama",
@@ -43,6 +43,8 @@ def blocks(n_layers=8):
         granule=1,
         group_bytes=(100.0,) * n_layers,
         neuron_bytes=(8.0,) * n_layers,
+        key_value_bytes=(key_value_bytes,) * n_layers,
+        cuts_keys_values=False,
     )
 
 
@@ -96,17 +98,17 @@ def test_removed_layers_use_nothing():
 
 
 @pytest.mark.parametrize(
-    ("n_kv_bytes", "level", "n", "share"),
+    ("key_value_bytes", "level", "n", "share"),
     [
         (0, 1.0, 8, 1.0),
         (0, 0.5, 4, 1.0),
         (0, 0.55, 5, 0.4),
-        (9600, 0.5, 6, 1.0),  # K and V projections as large as all the rest: removed ones count
-        (9600, 0.2, 5, 0.8),
+        (300, 0.5, 6, 1.0),  # K and V projections as large as all the rest: removed ones count
+        (300, 0.2, 5, 0.8),
     ],
 )
-def test_layers_for_as_many_bytes(n_kv_bytes, level, n, share):
-    found = kept_layers(blocks(), n_kv_bytes, level)
+def test_layers_for_as_many_bytes(key_value_bytes, level, n, share):
+    found = kept_layers(blocks(key_value_bytes=key_value_bytes), level)
     assert found.n == n
     assert found.share == pytest.approx(share)
 
@@ -115,7 +117,7 @@ def test_whole_layers_get_the_next_larger_number_of_bytes():
     by_kept = {n: reading([float(n)], kl=float(n)) for n in range(1, 9)}
     found = {
         (row.method, row.level): row
-        for row in rows_of_layers("x", blocks(), 0, (0.55, 0.5, 0.1), by_kept)
+        for row in rows_of_layers("x", blocks(), (0.55, 0.5, 0.1), by_kept)
     }
     assert found["x", 0.55].reading.kl == 5
     assert found["x", 0.55].share == 5 / 8
