@@ -202,6 +202,22 @@ def test_adapters():
     assert made("elastic-adapters", document(*runs)) == rows
 
 
+def test_levels_with_cut_keys_and_values():
+    rows, runs = committed_rows("elastic-cut-time"), []
+    for what, first in (("token", 3), (512, 6)):
+        info = {}
+        for level, *cells in rows:
+            whole, cut, ratio = cells[first - 1 : first + 2]
+            info[level.replace(" ", "")] = {
+                "whole": median(numbers(whole)[0]),
+                "cut": median(numbers(cut)[0]),
+                "ratio": three(ratio),
+                "shares": [numbers(cell)[0] / 100 for cell in cells[:2]],
+            }
+        runs.append(bench("bench_keys_values::bench_cut", info, what=what))
+    assert made("elastic-cut-time", document(*runs)) == rows
+
+
 def test_budgets():
     *rows, fits = committed_rows("flash-budgets")
     runs = [bench("bench_flash::bench_exact", {}, model="moe", share=0.5)]

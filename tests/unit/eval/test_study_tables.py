@@ -19,6 +19,7 @@ from llmaas_eval.knn import report as knn
 from llmaas_eval.knn.scoring import Row as KnnRow
 from llmaas_eval.sparse.report import report as sparse_report
 from llmaas_eval.stats import Surprise
+from llmaas_eval.tables import NoRowsError
 
 # -- knn ------------------------------------------------------------------------------------------
 
@@ -266,6 +267,38 @@ def test_contexts_that_change_their_level():
         for level, cell in zip(levels, row[1:], strict=True)
     ]
     assert made("elastic-continued", elastic(continued=rows)) == expected
+
+
+@pytest.mark.parametrize("name", ["elastic-cut-continued", "elastic-cut-continued-grouped"])
+def test_contexts_that_change_their_level_with_cut_keys_and_values(name):
+    expected, levels, outputs = committed_rows(name), (1.0, 0.8, 0.5, 0.3), []
+    for i, always in enumerate((0.15, 0.0)):
+        rows = [
+            measured(f"from {before:.0%}", level, float(cell))
+            for before, row in zip(levels, expected[i::2], strict=True)
+            for level, cell in zip(levels, row[1:], strict=True)
+        ]
+        outputs.append(elastic(continued=rows) | {"always_computed": always})
+    assert made(name, *outputs) == expected
+    with pytest.raises(NoRowsError, match="expected one with whole keys and values, one cut"):
+        made(name, *outputs[::-1])
+
+
+def test_levels_with_cut_keys_and_values():
+    expected, outputs = committed_rows("elastic-cut-levels"), []
+    for i, always in enumerate((0.15, 0.0)):
+        rows = [
+            measured("searched", level, float(row[2 + 2 * i]), _units(row[1 + 2 * i], always))
+            for level, row in zip(LEVELS, expected, strict=True)
+        ]
+        rows.append(measured("uniform", 0.9, 2.0))
+        outputs.append(elastic(levels=rows) | {"always_computed": always})
+    assert made("elastic-cut-levels", *outputs) == expected
+
+
+def _units(cell, always):
+    """Return the share of units at which a level computes with this share of all bytes."""
+    return (numbers(cell)[0] / 100 - always) / (1 - always)
 
 
 def test_kinds_of_text():
