@@ -264,8 +264,6 @@ def latency_path(model: Path, table: str, digest: str | None = None) -> Path:
     key = hashlib.sha256((digest or file_digest(model)).encode())
     key.update(Machine.this().model_dump_json().encode())
     key.update(np.array(elastic.levels).tobytes())
-    if elastic.blocks.cuts_keys_values:
-        key.update(b"keys and values are cut")
     for widths in elastic.tables[table]:
         key.update(widths.groups.tobytes() + widths.neurons.tobytes())
     return DIRECTORY.expanduser() / f"{key.hexdigest()[:32]}.json"

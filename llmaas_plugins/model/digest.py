@@ -7,7 +7,8 @@ does not tell that its content changed, nothing is cached and each load hashes t
 
 Metadata below ``llmaas.elastic`` does not count: it holds the widths of a prepared file's levels,
 which change nothing that the whole model computes. So a file that gets a better table of widths
-stays the same model. The adapters of levels do not count either, which may follow the tensors; the
+stays the same model. Whether levels cut keys and values does count, because it decides what their
+cells hold. The adapters of levels do not count either, which may follow the tensors; the
 field ``CONTENT`` says where they begin. All other bytes count.
 """
 
@@ -28,6 +29,7 @@ from llmaas_hooks import FileStamp, LlmaasError, ModelFile, StoreError
 from llmaas_plugins.files import digest_cache
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, read_into
 from llmaas_plugins.files.file_times import records_mapped_writes
+from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.model.gguf_header import GGUFHeader, field_names, header_of, read_header
 
 __all__ = [
@@ -48,6 +50,9 @@ CONTENT = f"{UNCOUNTED}.content_bytes"
 """Field with the number of bytes behind the header that count: an array of one integer. It is
 ignored if tensors would not count.
 """
+
+_CUT = "cuts_keys_values"
+"""Entry of the field ``UNCOUNTED``, which is a JSON object, that counts if it is true."""
 
 _PIECE_BYTES = 4 << 20
 _READ_BYTES = 256 << 10
@@ -275,8 +280,19 @@ def _counted_header(fd: int) -> tuple[bytes, int, int] | None:
     ]
     infos, padding = content[header.infos_at : header.infos_end], content[header.infos_end :]
     count = len(fields).to_bytes(8, "little")
-    parts = content[:_N_FIELDS_AT], count, *fields, infos, padding.rstrip(b"\0")
+    parts = [content[:_N_FIELDS_AT], count, *fields, infos, padding.rstrip(b"\0")]
+    if _cuts_cells(header):
+        parts.append(_CUT.encode())
     return b"".join(parts), header.data_at, content_end(header)
+
+
+def _cuts_cells(header: GGUFHeader) -> bool:
+    """Return whether narrow levels of a prepared file leave parts of a context's cells empty."""
+    try:
+        about = parse_json(str(header.fields.get(UNCOUNTED)))
+    except ValueError:  # another program's field, or a damaged one
+        return False
+    return isinstance(about, dict) and about.get(_CUT) is True
 
 
 def _is_uncounted(key: str) -> bool:

@@ -327,11 +327,18 @@ def test_other_runs_and_other_files_stay(model, quickly):
 
 def test_a_file_that_was_replaced_while_it_learned_stays(model, trained, quickly, capfd):
     command, done = quickly
-    done.append(lambda: shutil.copy(trained, model.with_name("new")).replace(model))
+    kept = model.with_name("model.elastic.gguf.recovery") / "kept.npz"
+
+    def replaced():
+        kept.touch()
+        shutil.copy(trained, model.with_name("new")).replace(model)
+        return True
+
+    done.append(replaced)
     assert main(command) == 2
     assert "was replaced or changed while its adapters were learned" in capfd.readouterr().err
     assert model.read_bytes() == trained.read_bytes()
-    assert model.with_name("model.elastic.gguf.recovery").is_dir()
+    assert kept.exists()
 
 
 @pytest.mark.parametrize("is_better", [True, False])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from llmaas_plugins.elastic.parts import extents_of, part_claims
 from llmaas_plugins.elastic.prepared_file import replace_metadata, restore, write_prepared
 from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.units import Widths, all_units, blocks_of, without_layers
+from llmaas_plugins.model import digest
+from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.model.gguf_entries import entry
 from llmaas_plugins.model.gguf_header import read_header
 
@@ -45,6 +49,19 @@ def cut(source):
 
 def field(path):
     return json.loads(read_header(path).fields[PREFIX])
+
+
+def test_cells_of_cut_files_are_those_of_another_model(source, whole, cut):
+    """A file without the option must not read the zeros that narrow levels of a cut one left."""
+    assert file_digest(cut) != file_digest(whole)
+    again = shuffled(source, source.with_stem("again"), cuts_keys_values=True)
+    deque(replace_metadata(again, read_elastic(again)), maxlen=0)
+    assert file_digest(again) == file_digest(cut)
+
+
+@pytest.mark.parametrize("text", [None, 3, "", "[1]", '{"cuts_keys_values": 1}', "[" * 100_000])
+def test_odd_metadata_cuts_nothing(text):
+    assert not digest._cuts_cells(SimpleNamespace(fields={PREFIX: text}))
 
 
 def bytes_of(path, *names):
