@@ -12,6 +12,7 @@ from llmaas_eval.tolerance.engine import Engine
 
 torch = pytest.importorskip("torch", reason="make test-train installs it")
 train_recall = pytest.importorskip("llmaas_eval.tolerance.train_recall")
+trainable = pytest.importorskip("llmaas_eval.trainable")
 
 
 def log_p(path, tokens):
@@ -22,7 +23,7 @@ def log_p(path, tokens):
 
 def test_it_computes_what_the_engine_computes(reference_model):
     tokens = list(range(300, 340))
-    model = train_recall.Trainable(reference_model)
+    model = trainable.Trainable(reference_model)
     with torch.no_grad():
         logits = model(torch.tensor([tokens]))[0, 16:]
     found = torch.log_softmax(logits.double(), -1).numpy()

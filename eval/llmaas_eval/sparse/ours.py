@@ -20,7 +20,7 @@ from llmaas_plugins.flash_weights.channel_layout import channel_operands
 from llmaas_plugins.flash_weights.channels import channel_path, write_channels
 from llmaas_plugins.model.loading import loaded
 
-__all__ = ["add_channels", "engine_nats", "engine_perplexity", "with_channels"]
+__all__ = ["add_channels", "engine_nats", "engine_perplexity", "opened", "with_channels"]
 
 
 def with_channels(model: Path, folder: Path, calibration: Tokens) -> Path:
@@ -67,13 +67,20 @@ def engine_nats(
     """
     table = {"mode": "sparse", "sparsity": sparsity, "selection": selection.replace("-", "_")}
     what = f"engine, {selection} {sparsity}"
-    with _opened(model, table, windows.shape[1]) as (llama, flash):
+    with opened(model, table, windows.shape[1]) as (llama, flash):
         each = tqdm(windows, desc=what, unit="window", disable=None)
         return np.array([_nats(llama, flash, window, n_dense)[n_dense:] for window in each])
 
 
 @contextlib.contextmanager
-def _opened(model: Path, table: dict[str, Any], n_ctx: int) -> Iterator[tuple[Any, Any]]:
+def opened(model: Path, table: dict[str, Any], n_ctx: int) -> Iterator[tuple[Any, Any]]:
+    """Open a model on one thread with logits of all tokens; yield it and the plugin.
+
+    Args:
+        model: GGUF file.
+        table: Settings of ``flash_weights``.
+        n_ctx: Length of the context in tokens.
+    """
     from llama_cpp import Llama
 
     config = {"on_error": "raise", "plugins": {"flash_weights": table}}

@@ -25,49 +25,14 @@ from tqdm import tqdm
 
 from llmaas_eval.data import read_documents
 from llmaas_eval.tolerance.recall import make_training
-from llmaas_eval.weights import read_weights, write_f16
-from llmaas_plugins.elastic.torch_model import Decoder, Weights
+from llmaas_eval.trainable import Trainable
+from llmaas_eval.weights import write_f16
 from llmaas_plugins.reference_model import reference_model_path
 
 __all__ = ["main"]
 
 Batch = tuple[Tensor, Tensor]
 """Tokens, and the weight of each position's prediction; both of shape ``(n, n_tokens)``."""
-
-
-class Trainable(nn.Module):
-    """A model whose weights are parameters."""
-
-    def __init__(self, path: Path) -> None:
-        """Load the weights of a GGUF file of the llama architecture."""
-        super().__init__()
-        self._decoder = Decoder(path)
-        self._weights = nn.ParameterDict()
-        for name, values in read_weights(GGUFReader(path)).items():
-            self._weights[name.replace(".", "/")] = nn.Parameter(torch.from_numpy(values))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of shape ``(n, n_tokens, n_vocab)``."""
-        embedding = self._weights["token_embd/weight"]
-        x = functional.embedding(tokens, embedding)
-        for layer in range(self._decoder.blocks.n_layers):
-            x = self._decoder.block(layer, self._layer(layer), x)
-        return self._decoder.norm(x, self._weights["output_norm/weight"]) @ embedding.t()
-
-    def _layer(self, layer: int) -> Weights:
-        prefix = f"blk/{layer}/"
-        return {
-            name.removeprefix(prefix).replace("/", "."): weight
-            for name, weight in self._weights.items()
-            if name.startswith(prefix)
-        }
-
-    def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """Return the weights by their GGUF names."""
-        return {
-            name.replace("/", "."): weight.detach().numpy()
-            for name, weight in self._weights.items()
-        }
 
 
 _DISTRACTION, _ANSWER = 0.2, 5.0

@@ -1,0 +1,1 @@
+"""Study of the sparse mode on tasks, with a copy of a model that was tuned to them."""
