@@ -21,12 +21,15 @@ _PROMPT = range(300, 332)
 
 
 class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
-    """A process with a ``Llama`` on two threads in a cgroup that limits memory and page cache."""
+    """A process with a ``Llama`` in a cgroup that limits memory and page cache.
+
+    It runs on two threads, unless the settings say something else.
+    """
 
     def __init__(
         self,
         model: Path,
-        group: MemoryGroup,
+        group: MemoryGroup | None,
         config: Mapping[str, Any] | None,
         settings: Mapping[str, Any],
         *,
@@ -36,7 +39,7 @@ class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
 
         Args:
             model: GGUF file.
-            group: Cgroup to run in; its limit is already set.
+            group: Cgroup to run in; its limit is already set. None sets no limit.
             config: Configuration of the suite; with ``None``, the process runs stock llama.cpp.
             settings: Further arguments of ``Llama``.
             repacks: Whether llama.cpp repacks weights, as it does by default. Repacked weights are
@@ -46,7 +49,13 @@ class LimitedApp(contextlib.AbstractContextManager["LimitedApp"]):
             1,
             multiprocessing.get_context("spawn"),
             initializer=_open,
-            initargs=(str(model), str(group.path), config, dict(settings), repacks),
+            initargs=(
+                str(model),
+                None if group is None else str(group.path),
+                config,
+                dict(settings),
+                repacks,
+            ),
         )
 
     def generate(self, n: int) -> float:
@@ -111,7 +120,7 @@ _rng = np.random.default_rng(0)
 
 def _open(
     model: str,
-    group: str,
+    group: str | None,
     config: Mapping[str, Any] | None,
     settings: dict[str, Any],
     repacks: bool,
@@ -128,13 +137,14 @@ def _open(
             return params
 
         llama_cpp.llama_model_default_params = unrepacked
-    MemoryGroup(Path(group)).join()
+    if group is not None:
+        MemoryGroup(Path(group)).join()
     if config is not None:
         from llmaas_plugins import activate
 
         _suite = _stack.enter_context(activate(dict(config)))
     threads = {"n_threads": 2, "n_threads_batch": 2}
-    _llama = Llama(model, flash_attn=True, verbose=False, **threads, **settings)
+    _llama = Llama(model, flash_attn=True, verbose=False, **(threads | settings))
 
 
 def _generate(n: int) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 
@@ -13,7 +14,7 @@ from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.signals import signals_wait
 
-__all__ = ["WEIGHTS", "check_original", "quantize"]
+__all__ = ["WEIGHTS", "check_original", "quantize", "run_quantizer"]
 
 WEIGHTS: Mapping[str, int] = {
     "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
@@ -52,15 +53,7 @@ def quantize(source: Path, path: Path, weights: str) -> Path:
     params.pure = True  # otherwise llama.cpp gives some matrices more bits
     partial = path.with_suffix(".partial")
     try:
-        with signals_wait(), _errors() as said:
-            code = llama_cpp.llama_model_quantize(
-                bytes(source), bytes(partial), ctypes.byref(params)
-            )
-        if code:
-            raise LlmaasError(
-                f"llama_model_quantize returned {code}, expected 0, for {source} to {path} as "
-                f"{weights}: {' '.join(said) or 'no reason given'}. Is there room in {path.parent}?"
-            )
+        run_quantizer(source, partial, params)
         others = _other_than(partial, weights)
         if others:
             raise ConfigError(
@@ -69,6 +62,26 @@ def quantize(source: Path, path: Path, weights: str) -> Path:
         return partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def run_quantizer(source: Path, path: Path, params: Any) -> None:
+    """Write ``source`` with other weights to ``path``.
+
+    Args:
+        source: A GGUF of F32, F16 or BF16.
+        path: Output file.
+        params: llama.cpp's parameters of quantization.
+
+    Raises:
+        LlmaasError: llama.cpp could not read ``source`` or write the result.
+    """
+    with signals_wait(), _errors() as said:
+        code = llama_cpp.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(params))
+    if code:
+        raise LlmaasError(
+            f"llama_model_quantize returned {code}, expected 0, for {source} to {path}: "
+            f"{' '.join(said) or 'no reason given'}. Is there room in {path.parent}?"
+        )
 
 
 def check_original(source: Path) -> None:

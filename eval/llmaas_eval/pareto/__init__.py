@@ -1,0 +1,1 @@
+"""Study of perplexity against memory and time: low-bit models, streaming, sparse tokens, levels."""
