@@ -27,7 +27,7 @@ class Choices(NamedTuple):
     types: Sequence[str] = tuple(TYPES)
     shares: Sequence[float] = (0.8, 0.5, 0.3)
     sparsities: Sequence[float] = (0.5, 0.6, 0.7, 0.8)
-    levels: Sequence[float] = (0.8, 0.6, 0.5, 0.4, 0.2)
+    levels: Sequence[float] = (0.8, 0.6, 0.4, 0.2)
     with_pruned: bool = True
 
 
