@@ -17,6 +17,7 @@ ALL = "all tasks"
 _WHOLE = "whole"
 _DIFFERENCES = (("none", _WHOLE), ("distilled", _WHOLE), ("distilled", "none"))
 
+_Right = NDArray[np.float64]
 _Key = tuple[str, str, str, float]
 """Task, arm, way and sparsity."""
 
@@ -31,15 +32,19 @@ def report(document: Output) -> str:
     return "\n".join([_table([document]).as_markdown(), "", *tasks])
 
 
-def rights(rows: Sequence[Mapping[str, Any]]) -> Mapping[_Key, NDArray[np.float64]]:
-    """Return which answers are right by task, arm, way and sparsity; ``ALL`` joins the tasks."""
-    found: dict[_Key, NDArray[np.float64]] = {}
+def rights(rows: Sequence[Mapping[str, Any]]) -> Mapping[_Key, _Right]:
+    """Return which answers are right by task, arm, way and sparsity; ``ALL`` joins the tasks.
+
+    A row that is there twice counts once.
+    """
+    found: dict[_Key, _Right] = {}
     for row in rows:
-        right = np.array(row["right"], np.float64)
-        for task in (row["task"], ALL):
-            key = task, row["arm"], row["way"], row["sparsity"]
-            found[key] = np.concatenate((found[key], right)) if key in found else right
-    return found
+        key = row["task"], row["arm"], row["way"], row["sparsity"]
+        found[key] = np.array(row["right"], np.float64)
+    joined: dict[_Key, list[_Right]] = {}
+    for (_, *case), right in found.items():
+        joined.setdefault((ALL, *case), []).append(right)
+    return found | {key: np.concatenate(each) for key, each in joined.items()}
 
 
 def _table(outputs: Sequence[Output]) -> Table:
@@ -52,14 +57,20 @@ def _table(outputs: Sequence[Output]) -> Table:
     pairs = [pair for pair in _DIFFERENCES if set(pair) <= set(arms)]
     lines = []
     for task, way, sparsity in sorted(cases, key=_order(rows)):
-        mine = {arm: found[task, arm, way, sparsity] for arm in arms if arm != _WHOLE}
-        mine = {_WHOLE: whole[task]} | mine
-        gains = (mean_interval(100 * (mine[arm] - mine[base])) for arm, base in pairs)
-        cells = (percent(float(right.mean()), 1) for right in mine.values())
-        lines.append([task, way, percent(sparsity), *cells, *(spread(one, 1) for one in gains)])
+        mine = {arm: found.get((task, arm, way, sparsity)) for arm in arms} | {_WHOLE: whole[task]}
+        cells = ("" if one is None else percent(float(one.mean()), 1) for one in mine.values())
+        gains = (_gain(mine[arm], mine[base]) for arm, base in pairs)
+        lines.append([task, way, percent(sparsity), *cells, *gains])
     heads = ["task", "sparse", "left out", "whole model", *arms[1:]]
     heads += [f"{arm} − {'whole model' if base == _WHOLE else base}" for arm, base in pairs]
     return Table(heads, lines, "ll".ljust(len(heads), "r"))
+
+
+def _gain(found: _Right | None, base: _Right | None) -> str:
+    """Return how many points more of the answers are right; empty if one was not measured."""
+    if found is None or base is None:
+        return ""
+    return spread(mean_interval(100 * (found - base)), 1)
 
 
 def _order(rows: Sequence[Mapping[str, Any]]) -> Any:
