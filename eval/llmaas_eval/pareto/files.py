@@ -65,8 +65,8 @@ def quality_files(
 
     Args:
         model: GGUF file.
-        choices: What is compared.
-        learning: What to learn from.
+        choices: Configurations to compare.
+        learning: Text to learn from, and how much of it.
         folder: Folder for the files.
         n_threads: Threads of llama.cpp's quantizer.
     """

@@ -35,7 +35,7 @@ class Material:
         shape: Shape of the random model whose time is measured.
         windows: Text that was held out, ``(n_windows, n_tokens)``.
         n_prompt: First tokens of each window, which do not count.
-        learning: What to learn from.
+        learning: Text to learn from, and how much of it.
         n_rounds: Rounds of timing.
         folder: Folder for files and results.
         n_threads: Threads of llama.cpp's quantizer.
