@@ -42,8 +42,8 @@ def rights(rows: Sequence[Mapping[str, Any]]) -> Mapping[_Key, _Right]:
         key = row["task"], row["arm"], row["way"], row["sparsity"]
         found[key] = np.array(row["right"], np.float64)
     joined: dict[_Key, list[_Right]] = {}
-    for (_, *case), right in found.items():
-        joined.setdefault((ALL, *case), []).append(right)
+    for (_, arm, way, sparsity), right in found.items():
+        joined.setdefault((ALL, arm, way, sparsity), []).append(right)
     return found | {key: np.concatenate(each) for key, each in joined.items()}
 
 
