@@ -15,9 +15,10 @@ __all__ = ["ALL", "TABLES", "report", "rights"]
 
 ALL = "all tasks"
 _WHOLE = "whole"
-_DIFFERENCES = (("none", _WHOLE), ("distilled", _WHOLE), ("distilled", "none"))
+_LAST = "distilled", "none"
+_DIFFERENCES = (("none", _WHOLE), ("distilled", _WHOLE), _LAST)
 
-_Right = NDArray[np.float64]
+_Values = NDArray[np.float64]
 _Key = tuple[str, str, str, float]
 """Task, arm, way and sparsity."""
 
@@ -32,16 +33,18 @@ def report(document: Output) -> str:
     return "\n".join([_table([document]).as_markdown(), "", *tasks])
 
 
-def rights(rows: Sequence[Mapping[str, Any]]) -> Mapping[_Key, _Right]:
-    """Return which answers are right by task, arm, way and sparsity; ``ALL`` joins the tasks.
+def rights(rows: Sequence[Mapping[str, Any]]) -> Mapping[_Key, _Values]:
+    """Return which answers are right by task, arm, way and sparsity; ``ALL`` joins the tasks."""
+    return _by_key(rows, "right")
 
-    A row that is there twice counts once.
-    """
-    found: dict[_Key, _Right] = {}
+
+def _by_key(rows: Sequence[Mapping[str, Any]], name: str) -> Mapping[_Key, _Values]:
+    """Return a value of each question; a row that is there twice counts once."""
+    found: dict[_Key, _Values] = {}
     for row in rows:
         key = row["task"], row["arm"], row["way"], row["sparsity"]
-        found[key] = np.array(row["right"], np.float64)
-    joined: dict[_Key, list[_Right]] = {}
+        found[key] = np.array(row[name], np.float64)
+    joined: dict[_Key, list[_Values]] = {}
     for (_, arm, way, sparsity), right in found.items():
         joined.setdefault((ALL, arm, way, sparsity), []).append(right)
     return found | {key: np.concatenate(each) for key, each in joined.items()}
@@ -55,22 +58,26 @@ def _table(outputs: Sequence[Output]) -> Table:
     if not cases:
         raise NoRowsError("no rows of sparse answers")
     pairs = [pair for pair in _DIFFERENCES if set(pair) <= set(arms)]
-    lines = []
+    nats, lines = _by_key(rows, "nats"), []
     for task, way, sparsity in sorted(cases, key=_order(rows)):
         mine = {arm: found.get((task, arm, way, sparsity)) for arm in arms} | {_WHOLE: whole[task]}
         cells = ("" if one is None else percent(float(one.mean()), 1) for one in mine.values())
-        gains = (_gain(mine[arm], mine[base]) for arm, base in pairs)
+        gains = [_gain(mine[arm], mine[base], 100, 1) for arm, base in pairs]
+        if _LAST in pairs:
+            after, before = (nats.get((task, arm, way, sparsity)) for arm in _LAST)
+            gains.append(_gain(after, before, 1, 3))
         lines.append([task, way, percent(sparsity), *cells, *gains])
     heads = ["task", "sparse", "left out", "whole model", *arms[1:]]
     heads += [f"{arm} − {'whole model' if base == _WHOLE else base}" for arm, base in pairs]
+    heads += [f"nats, {_LAST[0]} − {_LAST[1]}"] if _LAST in pairs else []
     return Table(heads, lines, "ll".ljust(len(heads), "r"))
 
 
-def _gain(found: _Right | None, base: _Right | None) -> str:
-    """Return how many points more of the answers are right; empty if one was not measured."""
+def _gain(found: _Values | None, base: _Values | None, factor: float, digits: int) -> str:
+    """Return how much more ``found`` has a question; empty if one was not measured."""
     if found is None or base is None:
         return ""
-    return spread(mean_interval(100 * (found - base)), 1)
+    return spread(mean_interval(factor * (found - base)), digits)
 
 
 def _order(rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -123,7 +123,7 @@ def test_answers_are_sparse_and_prompts_are_if_asked(reference_model, tokenize, 
 def row(arm, way, sparsity, right, task="news"):
     return {
         "task": task, "way": way, "arm": arm, "sparsity": sparsity, "n_choices": 4,
-        "right": right, "nats": [1.0] * len(right),
+        "right": right, "nats": [1.5 - each for each in right],
     }  # fmt: skip
 
 
@@ -146,8 +146,10 @@ def test_accuracy_is_compared_on_the_same_questions():
     ]
     assert table.columns[6:] == [
         "none − whole model", "distilled − whole model", "distilled − none",
+        "nats, distilled − none",
     ]  # fmt: skip
     assert table.rows[2][8].startswith("+25.0 (")
+    assert table.rows[2][9].startswith("−0.250 (")
     assert "news: 4 questions, chance 25.0 %." in report.report({"rows": ROWS})
     masked = [row("none", "every token", 0.5, [0] * 4, task) for task in ("news", "mood")]
     two = [{"rows": ROWS}, {"rows": [*ROWS[:2], *masked]}]
