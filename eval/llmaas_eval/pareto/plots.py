@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from llmaas_eval.pareto.report import best_ms, perplexity
 
@@ -26,6 +27,9 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
     right.set(xlabel="ms a token (random 200 M model, one thread)", xscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ScalarFormatter())
+            axis.set_minor_formatter(ScalarFormatter())
     figure.legend(*left.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(folder / "sparse-pareto.png", dpi=110)
 
@@ -37,7 +41,10 @@ def _lines(axes: Any, rows: Sequence[Row], value: Callable[[Row], float]) -> Non
         axes.plot(*zip(*points, strict=True), ".--", label=family)
         if family == "llama.cpp":
             for row, point in zip(mine, points, strict=True):
-                axes.annotate(row["setting"], point, fontsize=7)
+                axes.annotate(
+                    row["setting"], point, (0, -3), textcoords="offset points",
+                    rotation=-60, va="top", fontsize=7,
+                )  # fmt: skip
 
 
 def _family(row: Row) -> str:

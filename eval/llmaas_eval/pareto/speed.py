@@ -49,14 +49,16 @@ def speeds(files: Mapping[str, Path], asked: Sequence[Case], n_rounds: int) -> l
             stack.enter_context(_app(files, case, process))
             for case in tqdm(asked, desc="opening", disable=None)
         ]
-        for app in apps:
+        for case, app in zip(asked, apps, strict=True):
             app.generate(_N_TOKENS)  # the first tokens load weights
-        rounds = [
-            [1e3 * app.generate(_N_TOKENS) for app in apps]
-            for _ in tqdm(range(n_rounds), desc="timing", unit="round", disable=None)
-        ]
+            if case.share is not None:
+                _shrink(app, int(case.share * bytes_of(files[case.file])))
+        rounds = np.empty((n_rounds, len(apps)))
+        for number in tqdm(range(n_rounds), desc="timing", unit="round", disable=None):
+            for i in range(len(apps))[:: 1 if number % 2 else -1]:
+                rounds[number, i] = 1e3 * apps[i].generate(_N_TOKENS)
         memory = [_memory(files, case, app) for case, app in zip(asked, apps, strict=True)]
-    taken = np.array(rounds).T.tolist()
+    taken = rounds.T.tolist()
     return [Speed(*one) for one in zip(taken, memory, strict=True)]
 
 
@@ -92,6 +94,15 @@ def _process_bytes(model: Path) -> int:
     with LimitedApp(model, None, config, _SETTINGS) as app:
         app.generate(_N_TOKENS)
         return int(app.report()["resident_bytes"]) - bytes_of(model)
+
+
+def _shrink(app: LimitedApp, n_bytes: int) -> None:
+    """Lower the budget of an app so that it keeps ``n_bytes`` of weights."""
+    for _ in range(2):  # the process is a little smaller after the first time
+        report = app.report()
+        (seen,) = report["models"]
+        app.set_budget(report["resident_bytes"] - seen["kept_bytes"] + n_bytes)
+        app.generate(_N_TOKENS)
 
 
 def _memory(files: Mapping[str, Path], case: Case, app: LimitedApp) -> float:
