@@ -21,6 +21,10 @@ _SIGMA = 1.4826
 _TRUST = 0.05
 """Weight of a slope of 1, beside the squares of relative errors."""
 _LEAST_SLOPE = 1e-3
+_LEAST_SHARE = 0.3
+"""Least share of the slope's time that is left beside a negative offset."""
+_BETTER = 0.5
+"""Share of the squared errors below which a negative offset is believed."""
 _LEAST_S, _MOST_S = 1e-9, 1e6
 
 
@@ -39,7 +43,7 @@ class Fit(NamedTuple):
 
     def expected_s(self, table_s: float) -> float:
         """Return the time to expect for a time of the tables."""
-        return self.offset_s + self.slope * table_s
+        return max(self.offset_s / self.slope + table_s, _LEAST_SHARE * table_s) * self.slope
 
     def most_s(self, table_s: float) -> float:
         """Return a time that is rarely exceeded."""
@@ -74,7 +78,8 @@ class Correction:
         offset, slope = _line(tables, measured)
         if len(self._times) < _N_LEAST:
             return Fit(offset, slope)
-        errors = np.abs(measured / (offset + slope * tables) - 1)
+        expected = [Fit(offset, slope).expected_s(table) for table in tables.tolist()]
+        errors = np.abs(measured / np.array(expected) - 1)
         deviation = _SIGMA * statistics.median(errors.tolist())
         return Fit(offset, slope, 1 + max(_N_DEVIATIONS * deviation, _MARGIN))
 
@@ -87,7 +92,11 @@ def _bounded(seconds: float) -> float:
 
 
 def _line(tables: np.ndarray, measured: np.ndarray) -> tuple[float, float]:
-    """Return offset and slope with the least relative errors; neither is negative."""
+    """Return offset and slope with the least relative errors.
+
+    The offset is negative only if the line fits much better so: if narrow levels are faster, beside
+    wide ones, than the tables say.
+    """
     weights = measured**-2.0
     mean_t, mean_m = (np.average(values, weights=weights) for values in (tables, measured))
     spread = float(weights @ (tables - mean_t) ** 2)
@@ -96,6 +105,11 @@ def _line(tables: np.ndarray, measured: np.ndarray) -> tuple[float, float]:
     )
     slope = max(slope, _LEAST_SLOPE)
     offset = float(mean_m - slope * mean_t)
-    if offset >= 0:
-        return offset, slope
-    return 0.0, float(weights @ (tables * measured) / (weights @ tables**2))
+    through_zero = float(weights @ (tables * measured) / (weights @ tables**2))
+    errors, errors_at_zero = (
+        float(weights @ (measured - a - b * tables) ** 2)
+        for a, b in ((offset, slope), (0.0, through_zero))
+    )
+    is_poor = errors_at_zero > len(tables) * _MARGIN**2
+    is_line = offset >= 0 or (is_poor and errors < _BETTER * errors_at_zero)
+    return (offset, slope) if is_line else (0.0, through_zero)
