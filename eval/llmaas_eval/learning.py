@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,14 @@ from llmaas_eval.data import (
 from llmaas_eval.elastic.texts import Windows, windows_of
 from llmaas_eval.results import about
 
-__all__ = ["has_torch", "record", "texts_by_kind", "training_text"]
+__all__ = [
+    "has_torch",
+    "print_document",
+    "record",
+    "study_parser",
+    "texts_by_kind",
+    "training_text",
+]
 
 _N_TOKENS, _CHARACTERS, _N_QUICK = 512, 6, 4
 _KINDS = (
@@ -32,6 +41,35 @@ def has_torch() -> bool:
     if not is_found:
         sys.stderr.write("torch is not installed: pip install 'llmaas-plugins[train]'\n")
     return is_found
+
+
+def study_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m llmaas_eval.MODULE``, without options."""
+    return argparse.ArgumentParser(
+        prog=f"python -m llmaas_eval.{module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def print_document(
+    args: argparse.Namespace,
+    document: dict[str, Any],
+    report: Callable[[dict[str, Any]], str],
+    plots: str | None = None,
+) -> int:
+    """Print a study's output as JSON or as its report, and draw its rows; return the exit status.
+
+    Args:
+        args: Options ``json`` and, with ``plots``, ``pictures``: a folder or None.
+        document: Output of the study.
+        report: Function that makes the report.
+        plots: Module whose ``draw`` plots the output's rows; it is imported only for that.
+    """
+    if plots is not None and args.pictures:
+        import_module(plots).draw(document["rows"], args.pictures)
+    sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
+    return 0
 
 
 def record() -> dict[str, Any]:

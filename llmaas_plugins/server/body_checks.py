@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from llama_cpp.server.types import (
     CreateChatCompletionRequest,
@@ -22,6 +22,8 @@ from llmaas_plugins.service.level_arguments import check_levels, levels_of
 from llmaas_plugins.service.promise_arguments import check_promise, promise_of
 
 __all__ = ["LARGEST_FLOAT", "LONGEST_STOP", "MOST_STOPS", "Checked", "check_body"]
+
+_Asked = TypeVar("_Asked", Levels, Promise)
 
 _BODIES: dict[str, type[BaseModel]] = {
     "chat": CreateChatCompletionRequest,
@@ -81,7 +83,7 @@ def check_body(route: str, body: bytes) -> Checked:
         raise _mistake("This server makes no embeddings: start it with --embedding True.")
     if route == "tokens":
         _check_tokens(values.get("tokens"))
-    promise = _promise(values.get("slo"))
+    promise = _asked("slo", values.get("slo"), promise_of, check_promise)
     if promise and route == "embedding":
         raise _mistake("slo: embeddings have no first token, so no promise can be kept.")
     if not isinstance(checked, CreateChatCompletionRequest | CreateCompletionRequest):
@@ -92,25 +94,24 @@ def check_body(route: str, body: bytes) -> Checked:
     for one in wanted:
         if (n_bytes := len(one.text.encode())) > _MOST_GRAMMAR_BYTES:
             raise one.mistake(f"it has {n_bytes} bytes, the limit is {_MOST_GRAMMAR_BYTES}")
-    return Checked(_levels(values.get("level")), promise, wanted)
+    levels = _asked("level", values.get("level"), levels_of, check_levels)
+    return Checked(levels, promise, wanted)
 
 
-def _promise(value: object) -> Promise:
+def _asked(
+    name: str, value: object, parse: Callable[[object], _Asked], check: Callable[[_Asked], None]
+) -> _Asked:
+    """Return what a field asks for.
+
+    Raises:
+        Refusal: The field is malformed, or what it asks for is not available.
+    """
     try:
-        promise = promise_of(value)
-        check_promise(promise)
+        found = parse(value)
+        check(found)
     except ConfigError as error:
-        raise _mistake(f"slo: {error}") from error
-    return promise
-
-
-def _levels(value: object) -> Levels:
-    try:
-        levels = levels_of(value)
-        check_levels(levels)
-    except ConfigError as error:
-        raise _mistake(f"level: {error}") from error
-    return levels
+        raise _mistake(f"{name}: {error}") from error
+    return found
 
 
 def _check_numbers(checked: BaseModel) -> None:

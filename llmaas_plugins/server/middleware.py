@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import anyio
 from starlette.concurrency import run_in_threadpool
@@ -36,6 +36,8 @@ from llmaas_plugins.service.level_arguments import check_levels, levels_in_heade
 from llmaas_plugins.service.promise_arguments import check_promise, promise_in_header
 
 __all__ = ["RequestMiddleware", "Route", "route_of"]
+
+_Asked = TypeVar("_Asked", Levels, Promise)
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
@@ -75,7 +77,7 @@ _ROUTES = tuple(
     )
 )
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
-_WITHOUT, _LEVEL, _SLO = b"x-llmaas-without", b"x-llmaas-level", b"x-llmaas-slo"
+_WITHOUT = b"x-llmaas-without"
 _MOST_DISCARDED = 16 << 20
 _MOST_CHECKS = 4
 _SMALL_BODY = 16 << 10
@@ -260,33 +262,32 @@ class RequestMiddleware:
 
 
 def _levels(scope: Message) -> Levels:
-    """Return the levels that header X-LLMaaS-Level asks for.
-
-    Raises:
-        Refusal: The header is malformed, or no levels are available.
-    """
-    text = header(scope, _LEVEL).decode("latin-1")
-    try:
-        levels = levels_in_header(text) if text else Levels()
-        check_levels(levels)
-    except ConfigError as error:
-        raise Refusal(400, f"X-LLMaaS-Level: {error}") from error
-    return levels
+    """Return the levels that header X-LLMaaS-Level asks for."""
+    return _asked(scope, "X-LLMaaS-Level", levels_in_header, check_levels) or Levels()
 
 
 def _promise(scope: Message) -> Promise:
-    """Return the promise that header X-LLMaaS-SLO asks for.
+    """Return the promise that header X-LLMaaS-SLO asks for."""
+    return _asked(scope, "X-LLMaaS-SLO", promise_in_header, check_promise) or NO_PROMISE
+
+
+def _asked(
+    scope: Message, name: str, parse: Callable[[str], _Asked], check: Callable[[_Asked], None]
+) -> _Asked | None:
+    """Return what a header asks for; None if it is missing or empty.
 
     Raises:
-        Refusal: The header is malformed, or promises are not available.
+        Refusal: The header is malformed, or what it asks for is not available.
     """
-    text = header(scope, _SLO).decode("latin-1")
+    text = header(scope, name.lower().encode()).decode("latin-1")
+    if not text:
+        return None
     try:
-        promise = promise_in_header(text) if text else NO_PROMISE
-        check_promise(promise)
+        found = parse(text)
+        check(found)
     except ConfigError as error:
-        raise Refusal(400, f"X-LLMaaS-SLO: {error}") from error
-    return promise
+        raise Refusal(400, f"{name}: {error}") from error
+    return found
 
 
 def _declining(scope: Message) -> AbstractContextManager[None]:

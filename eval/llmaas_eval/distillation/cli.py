@@ -9,15 +9,20 @@ Encyclopedic text and cloud chats are left out, because they are reserved for th
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llmaas_eval.data import DATA
 from llmaas_eval.distillation.report import report
-from llmaas_eval.learning import has_torch, record, texts_by_kind, training_text
+from llmaas_eval.learning import (
+    has_torch,
+    print_document,
+    record,
+    study_parser,
+    texts_by_kind,
+    training_text,
+)
 from llmaas_patches.native.packing import model_tensors
 
 __all__ = ["main"]
@@ -33,18 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         document = record() | _measured(args)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
-    return 0
+    return print_document(args, document, report)
 
 
 def _parser() -> argparse.ArgumentParser:
     from llmaas_eval.distillation.study import ARMS
 
-    parser = argparse.ArgumentParser(
-        prog="python -m llmaas_eval.distillation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = study_parser("distillation", __doc__)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="a GGUF file")
     add("--data", type=Path, default=DATA, help="folder with the data sets; default %(default)s")

@@ -10,8 +10,6 @@ was stopped.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +26,7 @@ from llmaas_eval.data import (
     read_documents,
 )
 from llmaas_eval.elastic.texts import windows_of
-from llmaas_eval.learning import has_torch, record
+from llmaas_eval.learning import has_torch, print_document, record, study_parser
 from llmaas_eval.models import SHAPE_200M
 from llmaas_eval.pareto.cases import Choices
 from llmaas_eval.pareto.report import report
@@ -57,21 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = study(_material(args), _QUICK if args.quick else Choices())
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
-    if args.pictures:
-        from llmaas_eval.pareto.plots import draw
-
-        draw(rows, args.pictures)
     document = record() | {"n_tokens": args.tokens, "rows": rows}
-    sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
-    return 0
+    return print_document(args, document, report, "llmaas_eval.pareto.plots")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m llmaas_eval.pareto",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = study_parser("pareto", __doc__)
     add = parser.add_argument
     add("--model", type=Path, default=reference_model_path(), help="GGUF; default packaged model")
     add("--data", type=Path, default=DATA, help="folder with the data sets; default %(default)s")

@@ -10,14 +10,19 @@ Encyclopedic text and cloud chats are left out, because they are reserved for th
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llmaas_eval.data import DATA
-from llmaas_eval.learning import has_torch, record, texts_by_kind, training_text
+from llmaas_eval.learning import (
+    has_torch,
+    print_document,
+    record,
+    study_parser,
+    texts_by_kind,
+    training_text,
+)
 from llmaas_eval.recovery.report import report
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 
@@ -37,22 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         document = _measured(args, elastic)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if args.pictures:
-        from llmaas_eval.recovery.plots import draw
-
-        draw(document["rows"], args.pictures)
-    sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
-    return 0
+    return print_document(args, document, report, "llmaas_eval.recovery.plots")
 
 
 def _parser() -> argparse.ArgumentParser:
     from llmaas_eval.recovery.arms import ARMS
 
-    parser = argparse.ArgumentParser(
-        prog="python -m llmaas_eval.recovery",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = study_parser("recovery", __doc__)
     add = parser.add_argument
     add("--prepared", type=Path, required=True, help="output of `llmaas elastic prepare`")
     add("--table", help="table of widths; default: searched, if the file has it")

@@ -10,13 +10,11 @@ Results and unfinished runs are kept in ``--out``: the same command goes on wher
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmaas_eval.data import DATA
-from llmaas_eval.learning import has_torch, record
+from llmaas_eval.learning import has_torch, print_document, record, study_parser
 from llmaas_eval.tasks.answering import WAYS
 from llmaas_eval.tasks.questions import Task, generated_tasks, read_tasks
 from llmaas_eval.tasks.report import report
@@ -39,21 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = _measured(args)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
-    if args.pictures:
-        from llmaas_eval.tasks.plots import draw
-
-        draw(rows, args.pictures)
     document = record() | {"n_tuned": args.tune_tokens, "n_tokens": args.tokens, "rows": rows}
-    sys.stdout.write(f"{json.dumps(document) if args.json else report(document)}\n")
-    return 0
+    return print_document(args, document, report, "llmaas_eval.tasks.plots")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m llmaas_eval.tasks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = study_parser("tasks", __doc__)
     add = parser.add_argument
     add("--model", type=Path, default=reference_model_path(), help="GGUF; default packaged model")
     add("--data", type=Path, default=DATA, help="folder with the data sets; default %(default)s")
