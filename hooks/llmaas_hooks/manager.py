@@ -200,6 +200,15 @@ class HookManager:
         """Fire ``llmaas_request_begin``."""
         self._call("llmaas_request_begin", request=request, levels=levels)
 
+    def turn(self, request: Request, n_left: int) -> int | None:
+        """Fire ``llmaas_turn``; return the least answer, or None if there is none."""
+        answers = self._call("llmaas_turn", request=request, n_left=n_left).values()
+        return min((answer for answer in answers if answer is not None), default=None)
+
+    def request_resume(self, request: Request, levels: Levels | None, n_generated: int) -> None:
+        """Fire ``llmaas_request_resume``."""
+        self._call("llmaas_request_resume", request=request, levels=levels, n_generated=n_generated)
+
     def kv_restore(self, request: Request) -> KVRestored | None:
         """Fire ``llmaas_kv_restore`` plugin by plugin until one restores cells.
 

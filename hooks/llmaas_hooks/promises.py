@@ -69,11 +69,14 @@ class Promise:
         tpot: Longest mean time of each further token.
         waited_s: Seconds for which the request waited before it began; they count as time to the
             first token.
+        room_s: Seconds within which the first token should come, so that requests that wait behind
+            keep their promises; None if none waits.
     """
 
     ttft: Limit | None = None
     tpot: Limit | None = None
     waited_s: float = 0.0
+    room_s: float | None = None
 
     def __bool__(self) -> bool:
         """Return whether any limit is promised."""
@@ -81,8 +84,12 @@ class Promise:
 
     def over(self, other: Promise) -> Promise:
         """Return this promise, with each None replaced by the limit of ``other``."""
-        waited_s = self.waited_s + other.waited_s
-        return Promise(self.ttft or other.ttft, self.tpot or other.tpot, waited_s)
+        return Promise(
+            self.ttft or other.ttft,
+            self.tpot or other.tpot,
+            self.waited_s + other.waited_s,
+            other.room_s if self.room_s is None else self.room_s,
+        )
 
 
 NO_PROMISE = Promise()

@@ -50,8 +50,10 @@ __all__ = [
     "llmaas_prefill",
     "llmaas_request_begin",
     "llmaas_request_end",
+    "llmaas_request_resume",
     "llmaas_shutdown",
     "llmaas_status",
+    "llmaas_turn",
     "llmaas_weights",
 ]
 
@@ -192,6 +194,36 @@ def llmaas_request_begin(request: Request, levels: Levels | None) -> None:
     When: first step of ``Llama.generate``, before any KV cell is touched. ``levels`` is the result
         of ``llmaas_level``.
     Thread: the app's. Cost: once a request; may take milliseconds.
+    Errors: with ``on_error = "log"`` the request continues.
+    """
+
+
+@hookspec
+def llmaas_turn(request: Request, n_left: int) -> int | None:
+    """Let other requests use the engine before a request goes on.
+
+    When: before each part of a prompt is evaluated, and before each token after the first. The
+        implementation may let another thread make requests on the same engine, and return when it
+        is this request's turn again. The host then saves the request's cells and restores them. The
+        hook is called only if plugins save and restore cells, ``Llama`` itself records what the
+        cells hold, and no logits are kept that another request would replace.
+    Thread: the app's. Cost: once a token; microseconds, unless others use the engine.
+    Returns: the most prompt tokens to evaluate before the next turn, or None for all. ``n_left`` is
+        the number of prompt tokens that remain to be evaluated, 0 in an answer. The least of all
+        answers counts.
+    Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
+    """
+
+
+@hookspec
+def llmaas_request_resume(request: Request, levels: Levels | None, n_generated: int) -> None:
+    """Observe that a request goes on after other requests used its engine.
+
+    When: inside ``llmaas_turn``, after the other requests ended or were put aside, and before the
+        request's cells are restored. ``levels`` is what ``llmaas_request_begin`` was told, and
+        ``n_generated`` the number of tokens that were sampled so far. A plugin that sets an engine
+        up for a request in ``llmaas_request_begin`` does so again.
+    Thread: the app's. Cost: once an interruption; at most milliseconds.
     Errors: with ``on_error = "log"`` the request continues.
     """
 

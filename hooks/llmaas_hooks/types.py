@@ -362,6 +362,8 @@ class RequestStats:
         first_token_s: Seconds from the call to the first token; None if there was no token.
         total_s: Seconds from the call until its generator ended.
         decode_s: Seconds that the tokens after the first took, without the app's time between them.
+        first_away_s: Seconds of ``first_token_s`` in which other requests used the engine.
+        decode_away_s: Seconds of ``decode_s`` in which other requests used the engine.
     """
 
     n_prompt: int
@@ -371,6 +373,8 @@ class RequestStats:
     first_token_s: float | None
     total_s: float
     decode_s: float = 0.0
+    first_away_s: float = 0.0
+    decode_away_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

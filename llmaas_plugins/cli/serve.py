@@ -87,7 +87,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     host = server_settings.host if args.uds is None else None
     tls = tls_context(server_settings.ssl_keyfile, server_settings.ssl_certfile)
     origins = OriginCheck(host, limits.allowed_hosts, limits.allowed_origins)
-    admission = Admission(limits.max_queue)
+    admission = Admission(limits)
     metrics = Metrics(admission)
     with (
         Shutdown(limits.shutdown_grace_s) as shutdown,
@@ -97,7 +97,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
         metrics.read_plugins(suite.status)
         say_problems(config)  # before this process opens the store to finish earlier deletions
         with (
-            LLMService(server_engine, limits) as service,
+            LLMService(server_engine, limits, is_admitted=True) as service,
             contextlib.closing(Grammars(server_engine)) as grammars,
         ):
             checks = {"admission": admission, "keys": keys, "origins": origins, "metrics": metrics}

@@ -58,6 +58,10 @@ class Deadlines:
         self._told: set[str] = set()
         self._digests: weakref.WeakKeyDictionary[ModelLoad, Digest] = weakref.WeakKeyDictionary()
 
+    def promise_of(self, app: str | None) -> Promise:
+        """Return the latency that the configuration promises to an app's requests."""
+        return self._config.promise_of(app)
+
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Begin to identify the model, as its times are kept by the file's digest."""

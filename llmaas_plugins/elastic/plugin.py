@@ -167,6 +167,17 @@ class ElasticModels:
                 request.engine.require_evaluation()
 
     @hookimpl
+    def llmaas_request_resume(
+        self, request: Request, levels: Levels | None, n_generated: int
+    ) -> None:
+        """Set the level again that the request had before another one used its context."""
+        self.llmaas_request_begin(request, levels)
+        context = self._contexts.get(request.engine.ctx)
+        if context is not None and n_generated:
+            with self._lock:
+                self._n_switches += context.sampled()
+
+    @hookimpl
     def llmaas_app_batch(self, ctx: int, scope: RequestScope) -> None:
         """Set the level of the app's own batch."""
         context = self._contexts.get(ctx)

@@ -67,6 +67,12 @@ class Answers:
                 context.request = request
                 context.native.sparse_tokens = False
 
+    def resume(self, request: Request, n_generated: int) -> None:
+        """Compute as before another request used the context."""
+        self.begin(request)
+        if n_generated:
+            self.sampled(request.engine.ctx)
+
     def sampled(self, ctx: int) -> None:
         """Compute sparsely from now on, because the request in progress sampled a token."""
         context = self._contexts.get(ctx)

@@ -150,10 +150,8 @@ class FlashWeights:
         packed = self._packed(load.path, tensors)
         with self._advisory():
             self._prepare(load.path, tensors)
-        # The parameters are changed last: after a refusal above, the model may be loaded as the app
-        # asked.
-        # llama.cpp reads each tensor as a whole here, and direct I/O would take twice the memory
-        # for that.
+        # Last, as a refused model may be loaded as the app asked. llama.cpp reads each tensor as a
+        # whole here, for which direct I/O would take twice the memory.
         load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         if packed is None:  # memory must hold the file's bytes, so llama.cpp may repack nothing
             load.params.use_extra_bufts = False
@@ -209,6 +207,11 @@ class FlashWeights:
     def llmaas_request_begin(self, request: Request) -> None:
         """Compute the prompt exactly."""
         self._answers.begin(request)
+
+    @hookimpl
+    def llmaas_request_resume(self, request: Request, n_generated: int) -> None:
+        """Compute as before another request used the engine: sparsely in an answer."""
+        self._answers.resume(request, n_generated)
 
     @hookimpl
     def llmaas_logits(self, view: LogitsView) -> None:
@@ -292,8 +295,7 @@ class FlashWeights:
         Raises:
             UnmetBudgetError: The memory cannot be released.
         """
-        params, residency = create.params, self._residency
-        n_ctx = _n_ctx(create)
+        params, residency, n_ctx = create.params, self._residency, _n_ctx(create)
         sizes = sizes_of(
             loading.tensors,
             loading.metadata,
@@ -334,12 +336,10 @@ class FlashWeights:
         missing = resident_bytes() + process_memory.promised() + n_bytes + _OUTSIDE - budget
         if 0 < missing <= process_memory.releasable():
             missing -= process_memory.release(missing)
-        fits = missing <= 0
-        if fits:
-            self._left_alone[model] = (
-                f"its {n_bytes >> 20} MiB fit into {budget >> 20} MiB, so it is not streamed"
-            )
-        return fits
+        if missing <= 0:
+            sizes = f"{n_bytes >> 20} MiB fit into {budget >> 20} MiB"
+            self._left_alone[model] = f"its {sizes}, so it is not streamed"
+        return missing <= 0
 
     def _packed(self, model: str, tensors: Mapping[str, TensorInfo]) -> ModelFile | None:
         """Return a model's packed file, or None if there is none.

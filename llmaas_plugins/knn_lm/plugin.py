@@ -30,7 +30,7 @@ from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.drafts.attachment import rollback_obstacle
 from llmaas_plugins.knn_lm.drafts.registry import DraftRegistry
-from llmaas_plugins.knn_lm.mixing.mixer import MixCounts, Mixer, MixSettings, MixSource
+from llmaas_plugins.knn_lm.mixing.mixer import MixCounts, Mixer, Mixing, MixSettings, MixSource
 
 __all__ = ["KnnLM"]
 
@@ -89,6 +89,7 @@ class KnnLM:
         self._contexts: dict[int, NativeContext] = {}
         self._unsupported: dict[int, str] = {}
         self._served: dict[int, _Served] = {}
+        self._interruptible: dict[int, tuple[_Served, Mixing, int]] = {}  # by the request's id
         self._prepared: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._opened: _Opened | None = None
         self._unserved: dict[str, str] = {}
@@ -148,13 +149,32 @@ class KnnLM:
             look_back = self._config.look_back if source is not None and mixes else 0
             served.mixer.begin(source, request.tokens, look_back)
             engine.n_outputs = max(1, look_back) if served.can_rewind else 1
+            self._interruptible[id(request)] = served, served.mixer.mixing, engine.n_outputs
         if self._config.drafts:
             is_on = is_on and not request.reads_tokens
             self._drafts.begin(engine, request.app, is_on=is_on)
 
     @hookimpl
+    def llmaas_request_resume(self, request: Request, n_generated: int) -> None:
+        """Mix and propose as before another request used the engine.
+
+        A datastore that was judged on the prompt keeps its weight. If another one replaced it, that
+        one serves the rest of the request.
+        """
+        before = self._interruptible.get(id(request))
+        self.llmaas_request_begin(request)
+        if before is None:
+            return
+        served, mixing, n_outputs = before
+        if served is self._served.get(request.engine.ctx):
+            served.mixer.resume(mixing)
+            self._interruptible[id(request)] = before
+        request.engine.n_outputs = 1 if n_generated else n_outputs
+
+    @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
         """Stop mixing and proposing; the device may be idle now."""
+        self._interruptible.pop(id(request), None)
         if (served := self._served.get(request.engine.ctx)) is not None:
             served.mixer.end()
         if self._config.drafts:

@@ -1,20 +1,35 @@
-"""Admission to the engine: one call runs, and a bounded number of calls wait in turn.
+"""Admission to the engine: one call runs, and a bounded number of calls wait for their turn.
 
-Everything here runs on the server's event loop, except ``end_if_unwanted``.
+Without promised latencies, calls run in the order of their arrival, each to its end. With them, the
+order is that of ``schedule``, and a call may be interrupted between the parts of its prompt or
+between two tokens. Its thread then waits inside the hook ``llmaas_turn``.
+
+The event loop calls everything here, except the hooks and ``refuse_running``: these run on the
+thread of the running call.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import anyio
 
-from llmaas_hooks import hookimpl
+from llmaas_hooks import NO_PROMISE, DecodeStep, Promise, hookimpl
+from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.server.estimates import Estimates
 from llmaas_plugins.server.refusal import Refusal
+from llmaas_plugins.server.schedule import Job, due_s, first_due, interrupting, n_ahead, room_s
 
 __all__ = ["Abandoned", "Admission", "Call", "stopping"]
+
+_MOST_INTERRUPTED = 8
+"""Most calls that wait in the middle of their work; each of them occupies a thread."""
 
 
 class Abandoned(BaseException):
@@ -27,17 +42,44 @@ class Call:
 
     Attributes:
         app: Name of the calling app; empty if the caller has no name.
+        promise: Latency that is asked for.
+        n_most: Most tokens of the answer; None if there is no limit.
+        context: Name of the persistent context; empty without one. Calls in one context run one
+            after the other.
+        came_s: Time of its arrival.
         turn: Event that is set when the call may run.
         scope: Cancel scope around everything that the call does.
         is_over: Whether the client left, or the call was ended; its results are then discarded.
         refusal: Answer to the client of a call that was ended.
+        completion: Generator that serves the call, if it has begun one.
+        loop: Event loop of the call's task.
+        resumed: Event that is set when a call that was interrupted may go on.
+        n_piece: Most prompt tokens that are evaluated at once; 0 before the first turn.
+        n_generated: Number of turns in the answer, of one token each.
+        first_s: Time of the first turn in the answer, when there is a token; None before.
+        first_used_s: Seconds on the engine until then.
+        used_s: Seconds that the call has used the engine.
+        since_s: Time from which the call uses the engine.
     """
 
     app: str
+    promise: Promise = NO_PROMISE
+    n_most: int | None = None
+    context: str = ""
+    came_s: float = field(default_factory=time.perf_counter)
     turn: anyio.Event = field(default_factory=anyio.Event)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     is_over: bool = False
     refusal: Refusal | None = None
+    completion: object = None
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    resumed: threading.Event = field(default_factory=threading.Event)
+    n_piece: int = 0
+    n_generated: int = 0
+    first_s: float | None = None
+    first_used_s: float | None = None
+    used_s: float = 0.0
+    since_s: float = 0.0
 
     def end(self, refusal: Refusal | None = None) -> None:
         """End the call: stop waiting, or stop running at the next token."""
@@ -45,22 +87,40 @@ class Call:
             self.is_over, self.refusal = True, refusal
             self.scope.cancel()
 
+    def used(self, now_s: float) -> float:
+        """Return the seconds for which the call has used the engine, of which it has the turn."""
+        return self.used_s + now_s - self.since_s
+
 
 class Admission:
-    """Calls in the order of their arrival."""
+    """Calls that run, wait, or were interrupted."""
 
-    def __init__(self, most_waiting: int) -> None:
-        """Let ``most_waiting`` calls wait behind the one that runs."""
-        self._most = most_waiting
+    def __init__(self, config: ServiceConfig) -> None:
+        """Let ``config.max_queue`` calls wait behind the one that runs."""
+        self._most = config.max_queue
+        self._config = config
+        self._lock = threading.Lock()
+        self._estimates = Estimates()
+        self._has_promises = False
+        self.n_interruptions = 0
         self.running: Call | None = None
         self.waiting: list[Call] = []
+        self.interrupted: list[Call] = []
         self.is_stopping = False
 
     def __len__(self) -> int:
         """Return the number of calls that run or wait."""
-        return len(self.waiting) + (self.running is not None)
+        with self._lock:
+            return len(self.waiting) + len(self.interrupted) + (self.running is not None)
 
-    def enter(self, app: str) -> Call:
+    def enter(
+        self,
+        app: str,
+        promise: Promise = NO_PROMISE,
+        *,
+        n_most: int | None = None,
+        context: str = "",
+    ) -> Call:
         """Join the queue as ``app``.
 
         If the queue is full, the app with the most waiting calls loses its latest one. Thus one app
@@ -72,9 +132,11 @@ class Admission:
         self.check(app)
         if self._is_full() and (crowded_out := self._latest_of_the_largest(app)) is not None:
             self._end_waiting(crowded_out, self._full())
-        call = Call(app)
-        self.waiting.append(call)
-        self._next()
+        call = Call(app, promise, n_most, context)
+        with self._lock:
+            self._has_promises = self._has_promises or bool(promise)
+            self.waiting.append(call)
+            self._next()
         return call
 
     def check(self, app: str) -> None:
@@ -88,24 +150,34 @@ class Admission:
         if self._is_full() and self._latest_of_the_largest(app) is None:
             raise self._full()
 
-    def leave(self, call: Call) -> None:
-        """Remove a call that is done or no longer wants to wait."""
-        if call is self.running:
-            self.running = None
-        elif call in self.waiting:
-            self.waiting.remove(call)
-        self._next()
+    def room_s(self, call: Call) -> float | None:
+        """Return how long a call's first token may take because of those behind it."""
+        now_s = time.perf_counter()
+        with self._lock:
+            behind = [self._job(one, now_s) for one in self.waiting if one.promise.ttft is not None]
+        return room_s(behind, now_s) if call.promise.ttft is not None else None
+
+    def leave(self, call: Call, notes: Mapping[str, Any] | None = None) -> None:
+        """Remove a call that is done or no longer wants to wait; learn from notes about it."""
+        with self._lock:
+            if call is self.running:
+                self.running = None
+                self._learn(call, notes or {})
+            elif call in self.waiting:
+                self.waiting.remove(call)
+            self._next()
 
     def stop(self) -> None:
-        """Let the running call finish, and refuse all others."""
+        """Let the calls that have begun finish, and refuse all others."""
         self.is_stopping = True
         for call in list(self.waiting):
             self._end_waiting(call, stopping())
 
     def end_running(self) -> None:
-        """End the running call."""
-        if self.running is not None:
-            self.running.end(stopping())
+        """End the calls that have begun."""
+        for call in (self.running, *self.interrupted):
+            if call is not None:
+                call.end(stopping())
 
     def refuse_running(self, refusal: Refusal) -> NoReturn:
         """End the running call from within, on the engine's thread.
@@ -130,10 +202,114 @@ class Admission:
         if running is not None and running.is_over:
             raise Abandoned
 
+    @hookimpl
+    def llmaas_prefill(self, step: DecodeStep) -> None:
+        """Measure how long a prompt's tokens take."""
+        self._estimates.prefilled(step.n_tokens, step.seconds)
+
+    @hookimpl
+    def llmaas_turn(self, n_left: int) -> int | None:
+        """Let a call go first that would be late otherwise, and wait until it is over.
+
+        Raises:
+            Abandoned: The call ended while it waited.
+        """
+        call = self.running
+        if call is None or not self._has_promises or self._config.schedule == "fifo":
+            return None
+        now_s = time.perf_counter()
+        with self._lock:
+            self._progressed(call, n_left, now_s)
+            other = self._interrupting(call, now_s) if self._config.preempt else None
+            if other is not None:
+                self._interrupt(call, other, now_s)
+        if other is not None:
+            call.resumed.wait()
+            if call.is_over:
+                raise Abandoned
+        return call.n_piece
+
+    # -- inside, with the lock held --------------------------------------------------------------
+
+    def _progressed(self, call: Call, n_left: int, now_s: float) -> None:
+        call.n_piece = call.n_piece or self._estimates.piece()
+        if n_left == 0:
+            call.n_generated += 1
+            if call.first_s is None:
+                call.first_s, call.first_used_s = now_s, call.used(now_s)
+
+    def _interrupting(self, call: Call, now_s: float) -> Call | None:
+        """Return the call that goes before the rest of the running one; None if none does."""
+        if (over := next((one for one in self.interrupted if one.is_over), None)) is not None:
+            return over  # at once: it only ends
+        others = self._ready(besides=call)
+        found = interrupting(
+            self._job(call, now_s), [self._job(one, now_s) for one in others], now_s
+        )
+        return None if found is None else others[found]
+
+    def _interrupt(self, call: Call, other: Call, now_s: float) -> None:
+        call.used_s = call.used(now_s)
+        call.resumed.clear()
+        self.interrupted.append(call)
+        self.n_interruptions += 1
+        self._start(other, now_s)
+
     def _next(self) -> None:
-        if self.running is None and self.waiting:
-            self.running = self.waiting.pop(0)
-            self.running.turn.set()
+        """Start the call that is due first, if none runs."""
+        if self.running is not None:
+            return
+        now_s = time.perf_counter()
+        over = [one for one in self.interrupted if one.is_over]
+        if ready := over[:1] or self._ready():
+            jobs = [self._job(one, now_s) for one in ready]
+            self._start(ready[first_due(jobs)], now_s)
+
+    def _start(self, call: Call, now_s: float) -> None:
+        self.running, call.since_s = call, now_s
+        if call in self.interrupted:
+            self.interrupted.remove(call)
+            call.resumed.set()
+        else:
+            self.waiting.remove(call)
+            _set(call)
+
+    def _ready(self, besides: Call | None = None) -> list[Call]:
+        """Return the calls that may run: not behind another call in the same context."""
+        begun = self.interrupted if besides is None else [*self.interrupted, besides]
+        busy = {one.context for one in begun if one.context}
+        ready = list(self.interrupted)
+        if len(self.interrupted) < _MOST_INTERRUPTED:
+            for call in self.waiting:
+                if call.context not in busy:
+                    ready.append(call)
+                if call.context:
+                    busy.add(call.context)
+        return ready
+
+    def _job(self, call: Call, now_s: float) -> Job:
+        """Return what remains of a call, and when it is due."""
+        if self._config.schedule == "fifo":
+            return Job(call.came_s, 0.0, call.came_s)
+        last_s, times = call.came_s + self._config.longest_overtaken_s, self._estimates.of(call.app)
+        if call.first_s is None:
+            used_s = call.used(now_s) if call is self.running else call.used_s
+            need_s = max(times.first_s - used_s, 0)
+            limit_s = self._estimates.limit_s(call.app, "ttft", call.promise.ttft)
+            due = None if limit_s is None else call.came_s + limit_s
+        else:
+            n_left = n_ahead(call.n_generated, call.n_most)
+            need_s = n_left * times.token_s
+            limit_s = self._estimates.limit_s(call.app, "tpot", call.promise.tpot)
+            due = limit_s and call.first_s + (call.n_generated + n_left - 1) * limit_s
+        return Job(due_s(due, now_s, last_s), need_s, call.came_s)
+
+    def _learn(self, call: Call, notes: Mapping[str, Any]) -> None:
+        token_s = None
+        if call.first_used_s is not None and call.n_generated > 1:
+            used_s = call.used(time.perf_counter())
+            token_s = (used_s - call.first_used_s) / call.n_generated
+        self._estimates.called(call.app, call.first_used_s, token_s, notes)
 
     def _is_full(self) -> bool:
         return len(self.waiting) >= self._most
@@ -154,8 +330,22 @@ class Admission:
         return next(call for call in reversed(self.waiting) if call.app == largest)
 
     def _end_waiting(self, call: Call, refusal: Refusal) -> None:
-        self.waiting.remove(call)  # at once, because its task may notice the end only later
+        with self._lock:
+            if call in self.waiting:
+                self.waiting.remove(call)  # at once, because its task may notice the end only later
         call.end(refusal)
+
+
+def _set(call: Call) -> None:
+    """Let a call run, from any thread."""
+    try:
+        is_here = asyncio.get_running_loop() is call.loop
+    except RuntimeError:
+        is_here = False
+    if is_here:
+        call.turn.set()
+    else:
+        call.loop.call_soon_threadsafe(call.turn.set)
 
 
 def stopping() -> Refusal:

@@ -23,7 +23,12 @@ from llmaas_plugins.server.grammars import Grammars
 from llmaas_plugins.server.middleware import RequestMiddleware
 from llmaas_plugins.server.refusal import error_body, mistakes
 from llmaas_plugins.server.routes import make_router
-from llmaas_plugins.server.upstream import OpenCompletion, explain_mistakes, limit_texts
+from llmaas_plugins.server.upstream import (
+    explain_mistakes,
+    limit_texts,
+    record_completions,
+    share_engine,
+)
 from llmaas_plugins.service.service import LLMService
 
 __all__ = ["explain_refusals", "make_application"]
@@ -48,6 +53,8 @@ def make_application(
         check_adapter(server_engine(), model_settings.lora_path)
     limit_texts(server_engine())
     admission: Admission = checks["admission"]
+    record_completions(server_engine(), admission, _given(model_settings.seed))
+    share_engine()
     app.include_router(make_router(service, admission, checks["metrics"]))
     explain_mistakes()
     confine_grammars(grammars, admission.refuse_running)
@@ -57,7 +64,6 @@ def make_application(
     own = Middleware(
         RequestMiddleware,
         **checks,
-        completion=OpenCompletion(server_engine(), _given(model_settings.seed)),
         grammars=grammars,
         max_body_bytes=int(config.max_body_bytes),
     )

@@ -58,11 +58,13 @@ class Checked(NamedTuple):
     Attributes:
         levels: Levels that the body asks for; none if the route itself handles levels.
         promise: Latency that the body asks for.
+        n_most: Most tokens of the answer that the body asks for; None if it names no number.
         wanted: Grammars and schemas in the body, which remain to be checked.
     """
 
     levels: Levels
     promise: Promise
+    n_most: int | None
     wanted: list[Wanted]
 
 
@@ -87,7 +89,7 @@ def check_body(route: str, body: bytes) -> Checked:
     if promise and route == "embedding":
         raise _mistake("slo: embeddings have no first token, so no promise can be kept.")
     if not isinstance(checked, CreateChatCompletionRequest | CreateCompletionRequest):
-        return Checked(Levels(), promise, [])
+        return Checked(Levels(), promise, _n_most(values), [])
     _check_numbers(checked)
     _check_lists(checked)
     wanted = list(_wanted(values, is_chat=route == "chat"))
@@ -95,7 +97,12 @@ def check_body(route: str, body: bytes) -> Checked:
         if (n_bytes := len(one.text.encode())) > _MOST_GRAMMAR_BYTES:
             raise one.mistake(f"it has {n_bytes} bytes, the limit is {_MOST_GRAMMAR_BYTES}")
     levels = _asked("level", values.get("level"), levels_of, check_levels)
-    return Checked(levels, promise, wanted)
+    return Checked(levels, promise, _n_most(values), wanted)
+
+
+def _n_most(values: dict[str, Any]) -> int | None:
+    found = values.get("max_tokens")
+    return found if type(found) is int and found > 0 else None
 
 
 def _asked(

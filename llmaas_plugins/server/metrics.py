@@ -42,6 +42,14 @@ class Metrics:
         self._gauge(
             "queue_running_calls", "Calls that run.", lambda: int(admission.running is not None)
         )
+        self._gauge(
+            "interrupted_calls",
+            "Calls that wait in the middle of their work.",
+            lambda: len(admission.interrupted),
+        )
+        self._gauge(
+            "interruptions", "Interruptions of calls so far.", lambda: admission.n_interruptions
+        )
         ProcessCollector(registry=self._registry)
 
     def request(self, route: str, status: int) -> None:

@@ -31,9 +31,13 @@ from llmaas_plugins.server.grammars import Grammars, Wanted
 from llmaas_plugins.server.metrics import Metrics
 from llmaas_plugins.server.origins import OriginCheck
 from llmaas_plugins.server.refusal import Refusal
-from llmaas_plugins.server.upstream import OpenCompletion, stream_failure
+from llmaas_plugins.server.upstream import is_open, stream_failure
 from llmaas_plugins.service.level_arguments import check_levels, levels_in_header
-from llmaas_plugins.service.promise_arguments import check_promise, promise_in_header
+from llmaas_plugins.service.promise_arguments import (
+    check_promise,
+    configured_promise,
+    promise_in_header,
+)
 
 __all__ = ["RequestMiddleware", "Route", "route_of"]
 
@@ -60,6 +64,7 @@ class Route:
 
 
 _CONTEXTS = r"/v1/llmaas/apps/(?P<app>[^/]+)/contexts"
+_IN_CONTEXT = re.compile(rf"{_CONTEXTS}/[^/]+")
 _ROUTES = tuple(
     (re.compile(route.path), route)
     for route in (
@@ -103,13 +108,11 @@ class RequestMiddleware:
         keys: ApiKeys,
         origins: OriginCheck,
         metrics: Metrics,
-        completion: OpenCompletion,
         grammars: Grammars,
         max_body_bytes: int,
     ) -> None:
         """Wrap ``app``."""
         self._app = app
-        self._completion = completion
         self._admission = admission
         self._keys = keys
         self._origins = origins
@@ -149,7 +152,7 @@ class RequestMiddleware:
         is_call = is_deletion or (route.waits and scope["method"] in ("GET", "POST"))
         if self._admission.is_stopping and route.name not in ("health", "metrics"):
             raise stopping()
-        body, levels, promise = b"", Levels(), NO_PROMISE
+        body, levels, promise, n_most = b"", Levels(), NO_PROMISE, None
         if is_call:
             self._admission.check(app)  # refuse before reading the body
             _declining(scope)
@@ -159,12 +162,15 @@ class RequestMiddleware:
             large = self._bodies if len(body) > _SMALL_BODY else None
             checked = await anyio.to_thread.run_sync(check_body, route.name, body, limiter=large)
             levels, promise = checked.levels.over(levels), checked.promise.over(promise)
+            n_most = checked.n_most
             if checked.wanted:
                 with serving_context(None, app or None):
                     await self._check_grammars(app, checked.wanted)
         if is_call:
+            known = promise.over(configured_promise(app or None))
+            call = self._admission.enter(app, known, n_most=n_most, context=_context(scope))
             with at_levels(levels), promising(promise), noting() as answer.notes:
-                await self._call(self._admission.enter(app), scope, body, receive, answer)
+                await self._call(call, scope, body, receive, answer)
         else:
             await self._app(scope, _replay(body, receive), answer.send)
 
@@ -241,7 +247,8 @@ class RequestMiddleware:
                 waited_s = time.perf_counter() - came
                 self._metrics.waited(waited_s)
                 named = serving_context(None, call.app or None)
-                with named, _declining(scope), promising(Promise(waited_s=waited_s)):
+                begun = Promise(waited_s=waited_s, room_s=self._admission.room_s(call))
+                with named, _declining(scope), promising(begun):
                     await self._app(scope, _replay(body, _when(left)), answer.send)
                 await answer.flush()
         except BaseException as error:
@@ -252,11 +259,11 @@ class RequestMiddleware:
         finally:
             watcher.cancel()
             try:
-                if call is self._admission.running and self._completion.is_open():
+                if call is self._admission.running and is_open(call.completion):
                     with anyio.CancelScope(shield=True):
-                        await run_in_threadpool(self._completion.close)
+                        await run_in_threadpool(call.completion.close)
             finally:
-                self._admission.leave(call)
+                self._admission.leave(call, answer.notes.get("deadlines"))
         if call.is_over:
             raise call.refusal or ClientDisconnect
 
@@ -302,6 +309,12 @@ def _declining(scope: Message) -> AbstractContextManager[None]:
         return without(*filter(None, names))
     except UnknownPluginError as error:
         raise Refusal(400, f"X-LLMaaS-Without: {error}") from error
+
+
+def _context(scope: Message) -> str:
+    """Return the path of the persistent context that a call works in; empty if there is none."""
+    found = _IN_CONTEXT.match(_path(scope))
+    return "" if found is None else found[0]
 
 
 def _path(scope: Message) -> str:

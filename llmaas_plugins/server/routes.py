@@ -77,7 +77,8 @@ def make_router(service: LLMService, admission: Admission, metrics: Metrics) -> 
 
     @router.get("/v1/llmaas/status")
     async def status() -> dict[str, Any]:
-        return {**await run_in_threadpool(service.status), "queue": len(admission)}
+        found = await run_in_threadpool(service.status)
+        return {**found, "queue": len(admission), "interruptions": admission.n_interruptions}
 
     @router.get("/health")
     @router.head("/health")

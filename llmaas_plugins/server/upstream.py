@@ -8,10 +8,10 @@ import json
 import re
 import secrets
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from fastapi.exceptions import RequestValidationError
 from llama_cpp.server import app as server
@@ -19,9 +19,18 @@ from llama_cpp.server.errors import RouteErrorHandler
 from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
 
 from llmaas_plugins.chats.text_limit import TextTooLongError, check_text
+from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.refusal import Refusal, error_body
 
-__all__ = ["OpenCompletion", "engine_lock", "explain_mistakes", "limit_texts", "stream_failure"]
+__all__ = [
+    "engine_lock",
+    "explain_mistakes",
+    "is_open",
+    "limit_texts",
+    "record_completions",
+    "share_engine",
+    "stream_failure",
+]
 
 _MISTAKES = re.compile(
     r"can only concatenate str|logprobs is not supported|not found in tools|invalid literal for int"
@@ -35,39 +44,55 @@ engine_lock: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.asyncco
 )
 
 
-class OpenCompletion:
-    """The completion that the server began last, which may be finished or abandoned.
+def record_completions(llama: Any, admission: Admission, seed: int | None = None) -> None:
+    """Record with each call the completion that serves it, and give ``seed`` to those without.
 
     The server drops the generator of a stream that breaks off. Garbage collection might close that
     generator much later, and it would then save cells that belong to the next call.
+
+    Without ``seed``, the system's randomness gives one. llama_cpp itself would draw it from the
+    seed of the completion before, which may be another app's.
+    """
+    create = llama.create_completion
+
+    def create_completion(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("seed") is None:
+            kwargs["seed"] = secrets.randbits(_SEED_BITS) if seed is None else seed
+        found = create(*args, **kwargs)
+        if (call := admission.running) is not None:
+            call.completion = found
+        return found
+
+    llama.create_completion = create_completion
+
+
+def is_open(completion: object) -> TypeGuard[Generator[Any]]:
+    """Return whether a completion can still produce text."""
+    return (
+        inspect.isgenerator(completion)
+        and inspect.getgeneratorstate(completion) != inspect.GEN_CLOSED
+    )
+
+
+class _Open:
+    """Lock that is always free, because ``Admission`` lets one call after another use the engine.
+
+    The server's own locks would keep a call out that goes before an interrupted one.
     """
 
-    def __init__(self, llama: Any, seed: int | None = None) -> None:
-        """Track the completions of ``llama``, and give ``seed`` to those that have none.
+    async def acquire(self) -> None:
+        pass
 
-        Without ``seed``, the system's randomness gives one. llama_cpp itself would draw it from the
-        seed of the completion before, which may be another app's.
-        """
-        self._seed = seed
-        self._create = llama.create_completion
-        self._last: object = None
-        llama.create_completion = self._begin
+    def release(self) -> None:
+        pass
 
-    def is_open(self) -> bool:
-        """Return whether the completion can still produce text."""
-        last = self._last
-        return inspect.isgenerator(last) and inspect.getgeneratorstate(last) != inspect.GEN_CLOSED
+    def locked(self) -> bool:
+        return False
 
-    def close(self) -> None:
-        """Close the completion, which uses the engine."""
-        if inspect.isgenerator(self._last):
-            self._last.close()
 
-    def _begin(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("seed") is None:
-            kwargs["seed"] = secrets.randbits(_SEED_BITS) if self._seed is None else self._seed
-        self._last = self._create(*args, **kwargs)
-        return self._last
+def share_engine() -> None:
+    """Let ``Admission`` alone decide which call uses the server's engine."""
+    server.llama_outer_lock = server.llama_inner_lock = _Open()
 
 
 def limit_texts(llama: Any) -> None:

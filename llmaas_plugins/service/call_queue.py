@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -58,8 +58,20 @@ class Reply:
 class CallQueue(forks.Forked):
     """Queue that serves calls in the order of their arrival, with a bounded number waiting."""
 
-    def __init__(self, engine: Callable[[], Any], config: ServiceConfig, log: ContextLog) -> None:
-        """Serve the ``Llama`` that ``engine()`` returns."""
+    def __init__(
+        self,
+        engine: Callable[[], Any],
+        config: ServiceConfig,
+        log: ContextLog,
+        *,
+        is_admitted: bool = False,
+    ) -> None:
+        """Serve the ``Llama`` that ``engine()`` returns.
+
+        With ``is_admitted``, calls come when it is their turn, as a server's do, and ``close``
+        comes after their end. One may interrupt another.
+        """
+        self._is_admitted = is_admitted
         self._engine = engine
         self._config = config
         self._log = log
@@ -70,7 +82,7 @@ class CallQueue(forks.Forked):
         self._calls: deque[object] = deque()
         self._step = forks.lock()
         self._is_closed = False
-        self._running: str | None = None  # id of the context in which a call runs
+        self._running: set[str] = set()  # ids of the contexts in which calls run
         self._counted: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
         forks.watch(self)
 
@@ -170,7 +182,7 @@ class CallQueue(forks.Forked):
         for context_id in context_ids:
             if suite is None:
                 self._log.leave_deletion(context_id)
-            elif self._running != context_id:
+            elif context_id not in self._running:
                 self._log.end_deletion(context_id)
         return freed
 
@@ -213,15 +225,18 @@ class CallQueue(forks.Forked):
         can be called. The deletion has then erased everything unless the call had only just begun;
         the next service erases the rest.
         """
+        name = None
         try:
             with self._at_the_engine():
-                self._running = load().id
+                name = load().id
+                self._running.add(name)
                 if _suite_with_kv() is not None:
-                    self._log.expect_kv(self._running)
+                    self._log.expect_kv(name)
                 record = load()  # fails if it was deleted; later deletions see the call
             yield record
         finally:
-            name, self._running = self._running, None
+            if name is not None:
+                self._running.discard(name)
             suite = active_suite()
             may_erase = suite is None or not suite.is_collecting()
             if name is not None and may_erase and self._log.lacks(name):
@@ -229,7 +244,7 @@ class CallQueue(forks.Forked):
 
     @contextmanager
     def _at_the_engine(self) -> Iterator[None]:
-        with self._step:
+        with nullcontext() if self._is_admitted else self._step:
             if self._is_closed:
                 raise _closed()
             yield
@@ -246,12 +261,15 @@ class CallQueue(forks.Forked):
             self._calls.append(call)
         try:
             with self._lock:
-                self._turn.wait_for(lambda: self._is_closed or self._calls[0] is call)
+                self._turn.wait_for(lambda: self._is_admitted or self._has_turn(call))
             yield
         finally:
             with self._lock:
                 self._calls.remove(call)
                 self._turn.notify_all()
+
+    def _has_turn(self, call: object) -> bool:
+        return self._is_closed or self._calls[0] is call
 
 
 def _suite_with_kv() -> Suite | None:

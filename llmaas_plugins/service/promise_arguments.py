@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from llmaas_hooks import NO_PROMISE, ConfigError, Limit, Promise
 from llmaas_plugins.activation import active_suite
 
-__all__ = ["check_promise", "promise_in_header", "promise_of"]
+__all__ = ["check_promise", "configured_promise", "promise_in_header", "promise_of"]
 
 _LIMITS = {"ttft", "tpot"}
 
@@ -37,6 +37,15 @@ def promise_in_header(text: str) -> Promise:
     if not promise:
         raise ConfigError(f"expected limits such as 300 ms/60 ms, found {text!r}")
     return promise
+
+
+def configured_promise(app: str | None) -> Promise:
+    """Return the promise that the configuration gives to an app's calls."""
+    suite = active_suite()
+    if suite is None or "deadlines" not in suite.config.enabled():
+        return NO_PROMISE
+    found: Promise = suite.plugin("deadlines").promise_of(app)
+    return found
 
 
 def check_promise(promise: Promise) -> None:

@@ -37,8 +37,16 @@ class LLMService:
     KV is swapped by whatever plugins are active; without plugins, contexts are recomputed.
     """
 
-    def __init__(self, engine: Any, config: ServiceConfig | None = None) -> None:
-        """Serve ``engine``, a ``llama_cpp.Llama`` or a callable that returns one.
+    def __init__(
+        self, engine: Any, config: ServiceConfig | None = None, *, is_admitted: bool = False
+    ) -> None:
+        """Serve an engine.
+
+        Args:
+            engine: A ``llama_cpp.Llama``, or a callable that returns one.
+            config: Limits and directories.
+            is_admitted: Whether the caller decides when each call runs, as ``llmaas serve`` does;
+                otherwise calls run in the order of their arrival.
 
         Raises:
             StoreError: ``config.state_dir`` cannot be used, or another service uses it.
@@ -50,7 +58,7 @@ class LLMService:
         self._lock = StateLock(self.config.state_dir)
         try:
             self._log = ContextLog(self.config.state_dir)
-            self._queue = CallQueue(provider, self.config, self._log)
+            self._queue = CallQueue(provider, self.config, self._log, is_admitted=is_admitted)
             self._queue.finish_deletions()
         except BaseException:
             self._lock.release()  # explicitly: the error's traceback keeps this object alive

@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,12 @@ from llama_cpp import Llama, llama_cpp
 from llmaas_hooks import HookManager, ModelLoad, Tokens, common_prefix, forks
 from llmaas_patches.background import BackgroundWork
 from llmaas_patches.cell_tracker import CellTracker, Due
+from llmaas_patches.engine_state import OUTPUTS, Left, Outputs
 from llmaas_patches.internals import require_evaluation
 
-__all__ = ["OUTPUTS", "LlamaEngine", "Outputs"]
-
-OUTPUTS = "_llmaas_outputs"
-"""Attribute of a ``LlamaBatch``: the ``Outputs`` of its engine."""
+__all__ = ["LlamaEngine"]
 
 _log = logging.getLogger("llmaas.patches")
-
-
-@dataclass(slots=True)
-class Outputs:
-    """Tokens of an engine's batches that give logits which the app did not ask for.
-
-    Attributes:
-        ctx: Address of the context.
-        app_reads_all: Whether the app created its ``Llama`` with ``logits_all``.
-        first: First position from which all tokens give logits; None outside of prompts.
-        wants: Function of a batch's size: whether all of its tokens give logits.
-    """
-
-    ctx: int
-    app_reads_all: bool
-    first: int | None = None
-    wants: Callable[[int], bool] | None = None
 
 
 class LlamaEngine:
@@ -261,6 +241,34 @@ class LlamaEngine:
         require_evaluation(llama)
         llama.input_ids[: len(tokens)] = tokens
         llama.n_tokens = len(tokens)  # last: Ctrl-C may come in between
+
+    def shorten(self, n_tokens: int) -> None:
+        """Record only the first tokens of sequence 0; ``Llama.eval`` then drops the other cells."""
+        if n_tokens < self.llama.n_tokens:
+            require_evaluation(self.llama)
+            self.llama.n_tokens = n_tokens
+
+    def leave(self) -> Left:
+        """Return what ``Llama`` holds of a request beside its cells, before others may use it."""
+        llama = self.llama
+        return Left(llama._sampler, llama._seed, self.n_said, self.app_drafts)
+
+    def enter(self, left: Left) -> None:
+        """Put back what ``leave`` returned."""
+        llama = self.llama
+        llama._sampler, llama._seed = left.sampler, left.seed
+        self.n_said, self.app_drafts = left.n_said, left.app_drafts
+
+    def can_be_left(self) -> bool:
+        """Return whether other requests may use the engine in the middle of one.
+
+        That needs plugins that save and restore cells, and no logits but the last batch's.
+        """
+        needed = ("llmaas_turn", "llmaas_kv_save", "llmaas_kv_restore")
+        keeps_logits = self._outputs.app_reads_all or self.needs_all_logits
+        return all(map(self._hooks.listens, needed)) and not (
+            keeps_logits or self.is_warming_up or self.app_drafts
+        )
 
     def reusable_tokens(self) -> Tokens:
         """Return the leading ``resident_tokens`` whose cells may be saved or reused.

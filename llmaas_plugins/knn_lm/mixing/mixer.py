@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from llmaas_plugins.knn_lm.datastore.datastore import Datastore, Neighbors
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 from llmaas_plugins.knn_lm.mixing.trust import PromptTrust
 
-__all__ = ["MixCounts", "MixSettings", "MixSource", "Mixer"]
+__all__ = ["MixCounts", "MixSettings", "MixSource", "Mixer", "Mixing"]
 
 
 @dataclass(slots=True)
@@ -99,6 +99,18 @@ class MixSource:
         return self.datastore.search(query, self.settings.k, self.ranges)
 
 
+class Mixing(NamedTuple):
+    """Datastore and judgment of one request.
+
+    Attributes:
+        source: Datastore, or None to mix nothing.
+        trust: Judgment of the datastore on the request's prompt, or None to trust it always.
+    """
+
+    source: MixSource | None
+    trust: PromptTrust | None
+
+
 class Mixer:
     """Mixer of one context, which relates each row of logits to the hidden state behind it."""
 
@@ -136,10 +148,18 @@ class Mixer:
             look_back: Number of the prompt's last tokens on which the datastore is judged; 0 always
                 trusts it.
         """
+        self.resume(Mixing(source, PromptTrust(prompt, look_back) if look_back else None))
+
+    @property
+    def mixing(self) -> Mixing:
+        """Datastore and judgment of the request in progress."""
+        return Mixing(self._source, self._trust)
+
+    def resume(self, mixing: Mixing) -> None:
+        """Go on with a request after other requests used the context."""
         self._former |= self._edits
         self._edits.clear()
-        self._source = source
-        self._trust = PromptTrust(prompt, look_back) if look_back else None
+        self._source, self._trust = mixing
 
     def end(self) -> None:
         """End the request, so that tokens that the app samples itself come from the model alone."""

@@ -9,7 +9,7 @@ from typing import Any
 from llama_cpp import llama_cpp
 
 from llmaas_patches.cell_tracker import address
-from llmaas_patches.engine import OUTPUTS
+from llmaas_patches.engine_state import OUTPUTS
 from llmaas_patches.host import Host
 
 __all__ = ["wrap_get_logits", "wrap_set_batch"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import FunctionType
@@ -23,12 +22,13 @@ from llmaas_hooks import (
     PluginError,
     Request,
     RequestScope,
-    RequestStats,
     common_prefix,
     request_scope,
 )
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host
+from llmaas_patches.wrappers.request_life import Clock, End, Run
+from llmaas_patches.wrappers.turns import Turns
 
 __all__ = ["wrap_create_completion", "wrap_generate"]
 
@@ -50,25 +50,27 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         tokens = _readable_twice(tokens)
         inner = original(self, tokens, *args, **kwargs)  # checks the arguments now, runs later
         given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
-        run = _Run(given, request_scope.current())
+        run = Run(given, request_scope.current())
         found = steps(self, tokens, inner, run)
         run.generator = weakref.ref(found)
         return found
 
-    def steps(llama: Llama, tokens: Sequence[int], inner: _Tokens, run: _Run) -> _Tokens:
+    def steps(llama: Llama, tokens: Sequence[int], inner: _Tokens, run: Run) -> _Tokens:
         end = _register(host, llama, tokens, run)
-        engine, clock = end.engine, run.clock
+        engine, clock, turns = end.engine, run.clock, _turns(host, end)
         try:
-            token = _first_token(engine, inner, run, _begin(host, end))
+            token = _first_token(end, inner, _begin(host, end), turns)
             engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
             while token is not None:
-                clock.token()
+                clock.token(turns)
                 end.n_held = int(llama.n_tokens)
                 run.is_yielding = True
                 engine.free_parked_at_end()
                 reply = yield token
                 run.is_yielding = False
                 clock.resumed()
+                if turns is not None and engine.n_said == llama.n_tokens:  # no proposals are left
+                    turns.take(end.levels, 0, clock.n_generated)
                 try:
                     token = inner.send(reply)
                 except StopIteration:
@@ -78,6 +80,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
             inner.close()
             if not host.collecting.here():  # otherwise the next request ends it
                 engine.end(end)
+                end.give_up()
                 engine.free_parked_at_end()
 
     return generate
@@ -142,14 +145,14 @@ def _is_app_s(readers: Any) -> bool:
     )
 
 
-def _register(host: Host, llama: Llama, tokens: Sequence[int], run: _Run) -> _End:
+def _register(host: Host, llama: Llama, tokens: Sequence[int], run: Run) -> End:
     """End other requests on the engine and register this one, so that it is ended whatever comes.
 
     Returns:
         Work to do at the request's end.
     """
     host.collecting.require_none()  # plugins cannot be called there
-    run.clock = _Clock()
+    run.clock = Clock()
     engine = host.engine(llama)
     engine.end()  # ends other requests whose generators are still open
     engine.settle()
@@ -157,12 +160,12 @@ def _register(host: Host, llama: Llama, tokens: Sequence[int], run: _Run) -> _En
     if run.resets:
         engine.drop_sparse()
     engine.app_drafts = llama.draft_model is not None
-    end = _End(host, engine, _request(engine, tokens, run.given, run.scope), run)
+    end = End(host, engine, _request(engine, tokens, run.given, run.scope), run)
     engine.begin(end)
     return end
 
 
-def _begin(host: Host, end: _End) -> int | None:
+def _begin(host: Host, end: End) -> int | None:
     """Begin a request, and restore cells.
 
     Returns:
@@ -172,7 +175,7 @@ def _begin(host: Host, end: _End) -> int | None:
     end.is_begun = True
     try:
         with request_scope.entered(run.scope):
-            end.n_reused, first_output = _prepare(host, engine, request, resets=run.resets)
+            first_output = _prepare(host, end)
         engine.resident_app = request.app  # the remaining cells and all later ones
     except BaseException:
         engine.n_outputs, end.n_reused = 1, 0
@@ -182,149 +185,48 @@ def _begin(host: Host, end: _End) -> int | None:
     return first_output
 
 
+def _turns(host: Host, end: End) -> Turns | None:
+    """Return the turns of a request, or None if it keeps its engine to the end."""
+    if not (end.run.resets and end.engine.can_be_left()):
+        return None
+    return Turns(host, end, end.run.scope, _restore)
+
+
 def _first_token(
-    engine: LlamaEngine, inner: _Tokens, run: _Run, first_output: int | None
+    end: End, inner: _Tokens, first_output: int | None, turns: Turns | None
 ) -> int | None:
     """Evaluate the prompt; return the first token, or None if the generator gives none."""
+    engine, run = end.engine, end.run
+    if turns is not None and end.is_sound:
+        turns.evaluate_prompt(end.levels, end.n_reused, first_output)
     outputs, drops = engine.giving_outputs(first_output), engine.recording_drops()
     # `Llama.reset`, which comes first, gives the records to the scope's app
     with outputs, drops, request_scope.entered(run.scope):
         return next(inner, None)
 
 
-def _prepare(
-    host: Host, engine: LlamaEngine, request: Request, *, resets: bool
-) -> tuple[int, int | None]:
+def _prepare(host: Host, end: End) -> int | None:
     """Call the begin hooks, and restore cells.
 
     Returns:
-        Number of leading prompt tokens in the cells, and the first that must give logits.
+        First token that must give logits; None if only the last one must.
     """
-    levels = host.hooks.level(request, reuses=resets and not engine.needs_all_logits)
-    host.hooks.request_begin(request, levels)
+    engine, request, resets = end.engine, end.request, end.run.resets
+    end.levels = host.hooks.level(request, reuses=resets and not engine.needs_all_logits)
+    host.hooks.request_begin(request, end.levels)
     if not resets and engine.resident_app != request.app:  # it continues from another app's cells
         engine.doubt_resident()
     if resets and engine.needs_all_logits:
         engine.drop_restored()  # even if they were reused since
     if not (_is_sound(engine, request, resets=resets) and resets):
         engine.n_outputs = 1  # the positions of the prompt's tokens are unknown
-        return 0, None
-    n_reused = _restore(host, engine, request)
+        return None
+    end.is_sound = True
+    end.n_reused = _restore(host, engine, request)
     first_output = engine.make_room_for_outputs(len(request.tokens))
-    return n_reused if first_output is None else min(n_reused, first_output), first_output
-
-
-class _Run:
-    """Run of a generator that an app got from ``Llama.generate``.
-
-    Attributes:
-        given: Arguments of the call.
-        scope: Blocks in which the call was made.
-        resets: Whether the request drops the cells that its prompt does not begin with.
-        clock: Timing of the request.
-        generator: Reference to the generator, which owns this object.
-        is_yielding: Whether the generator waits for the app, or is about to.
-    """
-
-    generator: weakref.ref[Any]
-
-    def __init__(self, given: Mapping[str, Any], scope: RequestScope) -> None:
-        self.given, self.scope = given, scope
-        self.resets = bool(given.get("reset", True))
-        self.clock = _Clock()
-        self.is_yielding = False
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the generator waits for the app or has ended, by Ctrl-C anywhere too."""
-        generator = self.generator()
-        return self.is_yielding or generator is None or not generator.gi_running
-
-
-class _Clock:
-    """Timing of one request."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._prepare_s = 0.0
-        self._first_token_s: float | None = None
-        self._n_generated = 0
-        self._resumed, self._decode_s = self._started, 0.0
-
-    def prepared(self) -> None:
-        self._prepare_s = time.perf_counter() - self._started
-
-    def resumed(self) -> None:
-        """Begin a token after the first: the app has asked for it."""
-        self._resumed = time.perf_counter()
-
-    def token(self) -> None:
-        self._n_generated += 1
-        if self._first_token_s is None:
-            self._first_token_s = time.perf_counter() - self._started
-        else:
-            self._decode_s += time.perf_counter() - self._resumed
-
-    def stats(self, n_prompt: int, n_reused: int) -> RequestStats:
-        return RequestStats(
-            n_prompt=n_prompt,
-            n_reused=n_reused,
-            n_generated=self._n_generated,
-            prepare_s=self._prepare_s,
-            first_token_s=self._first_token_s,
-            total_s=time.perf_counter() - self._started,
-            decode_s=self._decode_s,
-        )
-
-
-class _End:
-    """Work to do at the end of a request. If Ctrl-C cuts it off, the next call goes on with it.
-
-    Attributes:
-        n_reused: Number of leading prompt tokens that were in the cells.
-        n_held: Tokens in ``Llama``'s records when the last token was given to the app.
-        is_begun: Whether plugins may know the request.
-        saves: Whether the request's cells must still be saved.
-    """
-
-    def __init__(self, host: Host, engine: LlamaEngine, request: Request, run: _Run) -> None:
-        self.engine, self.request, self.run = engine, request, run
-        self._host = host
-        self._is_disowned = False
-        self.n_reused = self.n_held = 0
-        self.is_begun = self.saves = False
-
-    @property
-    def is_paused(self) -> bool:
-        return self.run.is_paused
-
-    def disown(self, context_id: str) -> None:
-        if self.request.context_id == context_id:
-            self._is_disowned = True
-
-    def finish(self) -> None:
-        self.engine.end(self)
-
-    def __call__(self) -> None:
-        request, stats = self.request, self.run.clock.stats
-        try:
-            saves, self.saves = self.saves, False
-            if saves:
-                self._save()
-        finally:
-            if self.is_begun:
-                self._host.hooks.request_end(request, stats(len(request.tokens), self.n_reused))
-                self.is_begun = False
-
-    def _save(self) -> None:
-        engine = self.engine
-        if not _can_save(engine):
-            return
-        if self.n_held:
-            engine.drop_unsaid(self.n_held)
-        is_own = engine.resident_app == self.request.app  # another app may have reset it since
-        if is_own and not self._is_disowned:
-            self._host.hooks.kv_save(self.request, engine.reusable_tokens())
+    if first_output is not None:
+        end.n_reused = min(end.n_reused, first_output)
+    return first_output
 
 
 def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
@@ -334,17 +236,6 @@ def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
         engine.tell_unexplained()
         return False
     return True
-
-
-def _can_save(engine: LlamaEngine) -> bool:
-    """Return whether the context still exists and its tokens are known.
-
-    The app may have closed ``Llama`` before its generator, dropped both, or used the engine itself.
-    """
-    if not engine.is_alive:
-        return False
-    llama = engine.llama
-    return llama.ctx is not None and llama.n_tokens <= engine.n_explained
 
 
 def _restore(host: Host, engine: LlamaEngine, request: Request) -> int:

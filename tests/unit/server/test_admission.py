@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned, Admission
 from llmaas_plugins.server.refusal import Refusal
 
@@ -23,7 +24,7 @@ def names(calls):
 
 def test_one_runs_and_the_others_follow_in_order(in_loop):
     async def story():
-        admission = Admission(3)
+        admission = Admission(ServiceConfig(max_queue=3))
         calls = [admission.enter("mail") for _ in range(4)]
         for i, call in enumerate(calls):
             assert admission.running is call
@@ -37,7 +38,7 @@ def test_one_runs_and_the_others_follow_in_order(in_loop):
 
 def test_one_more_than_may_wait_is_refused(in_loop):
     async def story():
-        admission = Admission(2)
+        admission = Admission(ServiceConfig(max_queue=2))
         calls = [admission.enter("mail") for _ in range(3)]
         for attempt in (admission.check, admission.enter):
             with pytest.raises(Refusal, match=r"2 calls are waiting.*the limit is 2") as caught:
@@ -54,7 +55,7 @@ def test_one_more_than_may_wait_is_refused(in_loop):
 
 def test_no_app_keeps_another_one_out(in_loop):
     async def story():
-        admission = Admission(4)
+        admission = Admission(ServiceConfig(max_queue=4))
         flood = [admission.enter("flood") for _ in range(5)]
         admission.enter("mail")
         assert names(admission.waiting) == ["flood", "flood", "flood", "mail"]
@@ -72,7 +73,7 @@ def test_no_app_keeps_another_one_out(in_loop):
 
 def test_a_single_place_is_no_share(in_loop):
     async def story():
-        admission = Admission(1)
+        admission = Admission(ServiceConfig(max_queue=1))
         admission.enter("mail")
         admission.enter("mail")
         with pytest.raises(Refusal):
@@ -83,7 +84,7 @@ def test_a_single_place_is_no_share(in_loop):
 
 def test_stopping_ends_those_that_wait(in_loop):
     async def story():
-        admission = Admission(4)
+        admission = Admission(ServiceConfig(max_queue=4))
         running, *waiting = [admission.enter("mail") for _ in range(3)]
         admission.stop()
         assert not running.is_over
@@ -103,7 +104,7 @@ def test_stopping_ends_those_that_wait(in_loop):
 
 def test_a_call_that_is_over_is_evaluated_no_further(in_loop):
     async def story():
-        admission = Admission(1)
+        admission = Admission(ServiceConfig(max_queue=1))
         admission.end_if_unwanted()  # evaluation that belongs to no call
         call = admission.enter("mail")
         admission.end_if_unwanted()
@@ -118,7 +119,7 @@ def test_a_call_that_is_over_is_evaluated_no_further(in_loop):
 
 def test_a_call_ends_once(in_loop):
     async def story():
-        admission = Admission(1)
+        admission = Admission(ServiceConfig(max_queue=1))
         call = admission.enter("mail")
         call.end()  # its client left
         admission.end_running()

@@ -48,7 +48,7 @@ def serve():
             keys = ApiKeys(KEY, {})
             options = {"lifespan": "off", "log_config": None}
             tls = tls_context(str(TLS / "key.pem"), str(TLS / "certificate.pem"))
-            server = Server(echo, Admission(1), keys, config, tls=tls, **options)
+            server = Server(echo, Admission(config), keys, config, tls=tls, **options)
             thread = threading.Thread(target=server.run, args=(sockets,))
             thread.start()
             stack.callback(thread.join)

@@ -1,0 +1,97 @@
+"""Times that an app's next call is expected to take on the engine, from its calls before."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmaas_hooks import Limit, Promise
+
+__all__ = ["AppTimes", "Estimates"]
+
+_MOST_APPS = 256
+_WEIGHT = 0.3
+"""Weight of the newest time in a running mean."""
+_PIECE_S = 0.1
+_LEAST_PIECE, _MOST_PIECE = 8, 512
+_WHOLE_S = Promise(Limit(1.0), Limit(0.1))
+"""Times of the whole model for an app of which none is known."""
+
+
+@dataclass(slots=True)
+class AppTimes:
+    """Times of an app's calls.
+
+    Attributes:
+        first_s: Seconds on the engine until the first token.
+        token_s: Seconds of a further token.
+        limits: Seconds that a limit of the app stood for last, by phase and limit.
+    """
+
+    first_s: float = 0.1
+    token_s: float = 0.02
+    limits: dict[tuple[str, str], float] = field(default_factory=dict)
+
+
+class Estimates:
+    """Running means by app, and of the time of a prompt's token."""
+
+    def __init__(self) -> None:
+        """Start without any call."""
+        self._apps: OrderedDict[str, AppTimes] = OrderedDict()
+        self._token_s: float | None = None
+
+    def of(self, app: str) -> AppTimes:
+        """Return the times of an app's calls."""
+        found = self._apps.setdefault(app, AppTimes())
+        self._apps.move_to_end(app)
+        while len(self._apps) > _MOST_APPS:
+            self._apps.popitem(last=False)
+        return found
+
+    def limit_s(self, app: str, name: str, limit: Limit | None) -> float | None:
+        """Return the seconds that an app's limit stands for; None if there is no limit."""
+        if limit is None or not limit.is_share:
+            return None if limit is None else limit.value
+        unknown = limit.seconds(getattr(_WHOLE_S, name).value)
+        return self.of(app).limits.get((name, str(limit)), unknown)
+
+    def called(
+        self, app: str, first_s: float | None, token_s: float | None, notes: Mapping[str, Any]
+    ) -> None:
+        """Learn from a call that ended.
+
+        Args:
+            app: Name of the app.
+            first_s: Seconds on the engine until the first token; None if there was none.
+            token_s: Mean seconds of a further token; None if there was none.
+            notes: Notes of the plugin ``deadlines`` about the call.
+        """
+        times = self.of(app)
+        times.first_s = _mean(times.first_s, first_s)
+        times.token_s = _mean(times.token_s, token_s)
+        for name in ("ttft", "tpot"):
+            promised = notes.get(name) or {}
+            if promised.get("promised_ms"):
+                times.limits[name, promised["promised"]] = promised["promised_ms"] / 1000
+        while len(times.limits) > _MOST_APPS:
+            del times.limits[next(iter(times.limits))]
+
+    def prefilled(self, n_tokens: int, seconds: float) -> None:
+        """Learn from a batch of a prompt."""
+        if n_tokens >= _LEAST_PIECE:
+            token_s = seconds / n_tokens
+            self._token_s = _mean(token_s if self._token_s is None else self._token_s, token_s)
+
+    def piece(self) -> int:
+        """Return the number of a prompt's tokens that take about 100 ms, a power of two."""
+        if not self._token_s:
+            return _MOST_PIECE
+        n_tokens = int(_PIECE_S / self._token_s)
+        return min(max(1 << max(n_tokens.bit_length() - 1, 0), _LEAST_PIECE), _MOST_PIECE)
+
+
+def _mean(former: float, newest: float | None) -> float:
+    return former if newest is None else former + _WEIGHT * (newest - former)

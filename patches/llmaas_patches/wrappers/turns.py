@@ -1,0 +1,139 @@
+"""Let other requests use an engine between the parts of one, and go on with it afterwards.
+
+A prompt is evaluated in parts, and an answer token by token. Before each of them, plugins may let
+other threads make requests on the engine (hook ``llmaas_turn``). The first of these requests saves
+the cells of the one that it interrupts, which restores them when it goes on. Prompts are divided by
+``Llama.eval``, before ``Llama.generate`` itself evaluates what is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from llmaas_hooks import Levels, Request, RequestScope, Tokens, request_scope
+from llmaas_patches.engine import LlamaEngine
+from llmaas_patches.host import Host
+
+__all__ = ["Interruptible", "Turns"]
+
+Restore = Callable[[Host, LlamaEngine, Request], int]
+"""Function that restores a request's cells, and returns how many of its tokens they hold."""
+
+
+class Interruptible(Protocol):
+    """Request whose end is registered with its engine, and which others may interrupt.
+
+    Attributes:
+        engine: Engine that serves the request.
+        request: The request.
+        is_waiting: Whether others may use the engine now. If one does, the request's cells are
+            saved, and ``is_away`` is set.
+        is_away: Whether another request has used the engine since.
+    """
+
+    engine: LlamaEngine
+    request: Request
+    is_waiting: bool
+    is_away: bool
+
+    def come_back(self) -> None:
+        """Register the request with its engine again.
+
+        Raises:
+            ReferenceError: The engine was closed meanwhile.
+        """
+
+
+class Turns:
+    """Turns of one request on its engine.
+
+    Attributes:
+        away_s: Seconds for which other requests used the engine, restoring included.
+    """
+
+    def __init__(
+        self, host: Host, end: Interruptible, scope: RequestScope, restore: Restore
+    ) -> None:
+        """Take turns for a request that was made in the blocks of ``scope``."""
+        self._host, self._end, self._restore = host, end, restore
+        self._scope = scope
+        self.away_s = 0.0
+
+    def evaluate_prompt(self, levels: Levels | None, n_done: int, first_output: int | None) -> None:
+        """Evaluate a prompt in parts, but for the last one, which ``Llama.generate`` evaluates.
+
+        Args:
+            levels: Result of the hook ``llmaas_level``.
+            n_done: Number of leading tokens whose cells are there.
+            first_output: First token that must give logits; None if only the last one must. These
+                tokens are never divided.
+        """
+        tokens, llama = self._end.request.tokens, self._end.engine.llama
+        last = len(tokens) - 1 if first_output is None else first_output
+        while True:
+            n_most = self.take(levels, max(len(tokens) - n_done, 1), 0, n_done)
+            if n_most is None or n_done + n_most > last:
+                return
+            self._evaluate(tokens[: n_done + n_most], n_done)
+            n_done = int(llama.n_tokens)
+
+    def take(
+        self, levels: Levels | None, n_left: int, n_generated: int, n_held: int | None = None
+    ) -> int | None:
+        """Let other requests use the engine, and restore this one's cells if any did.
+
+        Args:
+            levels: Result of the hook ``llmaas_level``.
+            n_left: Number of prompt tokens that remain to be evaluated.
+            n_generated: Number of tokens that were sampled.
+            n_held: Number of leading tokens of the cells that the request goes on with; None means
+                all.
+
+        Returns:
+            Most prompt tokens to evaluate before the next turn, or None for all.
+        """
+        engine, end = self._end.engine, self._end
+        held = engine.resident_tokens()[:n_held]
+        if len(held) > engine.n_explained:
+            return None  # plugins cannot save these cells
+        state, began = engine.leave(), time.perf_counter()
+        end.is_waiting = True
+        try:
+            n_most = self._host.hooks.turn(end.request, n_left)
+        finally:
+            end.is_waiting = False
+        if end.is_away or engine.n_explained < len(held):  # without a request, an app changed cells
+            end.come_back()
+            engine.enter(state)
+            self._host.hooks.request_resume(end.request, levels, n_generated)
+            self._bring_back(held)
+            self.away_s += time.perf_counter() - began
+        return n_most
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _bring_back(self, held: Tokens) -> None:
+        """Fill the cells with exactly these tokens; those that were not restored are evaluated."""
+        engine = self._end.engine
+        request = dataclasses.replace(self._end.request, tokens=held)
+        engine.shorten(engine.n_explained)  # the rest may be cells that an app changed
+        with request_scope.entered(self._scope):
+            n_restored = self._restore(self._host, engine, request) if len(held) else 0
+        engine.resident_app = request.app
+        if n_restored < len(held):
+            self._evaluate(held, n_restored)
+        else:
+            engine.shorten(len(held))
+
+    def _evaluate(self, tokens: Tokens, n_done: int) -> None:
+        """Evaluate these tokens but for the first ``n_done``, which the cells hold."""
+        engine = self._end.engine
+        with request_scope.entered(self._scope), engine.recording_drops():
+            if n_done:
+                engine.shorten(n_done)
+            else:
+                engine.llama.reset()
+            engine.llama.eval(tokens[n_done:].tolist())

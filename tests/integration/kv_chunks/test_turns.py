@@ -1,0 +1,107 @@
+"""A request that others interrupt answers as the same request without interruptions."""
+
+from __future__ import annotations
+
+import pytest
+from interrupted import N_PIECE, Turns, check_interruptions, opened
+from llama_cpp import StoppingCriteriaList
+from preparing import prepare
+from switching import PROMPT
+
+from llmaas_hooks import hookimpl
+from llmaas_plugins import elastic
+from llmaas_plugins.activation import active_suite
+
+
+@pytest.mark.parametrize("settings", [{}, {"parked_tokens": 1024}], ids=["stored", "parked"])
+def test_hook_llmaas_turn_interrupts_without_a_trace(reference_model, tmp_path, settings):
+    with opened(reference_model, tmp_path, settings) as turns:
+        left = check_interruptions(turns)
+        assert left == [*range(len(PROMPT), 0, -N_PIECE), *[0] * 11]
+        assert turns.requests == [*["other"] * len(left), turns.requests[-1]]
+
+
+def test_hook_llmaas_request_resume(reference_model, tmp_path):
+    class Resumed:
+        found = ()
+
+        @hookimpl
+        def llmaas_request_resume(self, request, levels, n_generated):
+            self.found += ((request.app, len(request.tokens), levels, n_generated),)
+
+    with opened(reference_model, tmp_path, extra=Resumed()) as turns:
+        turns.answer([1, 4, 5, 9])
+        app = turns.requests[-1]
+        n = len(PROMPT)
+        assert turns.extra.found == ((app, n, None, 0), *((app, n, None, k) for k in (0, 1, 5)))
+
+
+def test_answers_go_on_at_their_levels(reference_model, tmp_path):
+    model = prepare(reference_model, tmp_path / "model.gguf", tables=("uniform",))
+    with opened(model, tmp_path, elastic={}) as turns:
+        whole = turns.answer()
+        with elastic.level(prefill=0.4, decode=0.8):
+            check_interruptions(turns)
+        assert turns.answer(range(40)) == whole
+
+
+def test_requests_with_an_apps_own_state_keep_the_engine(reference_model, tmp_path):
+    """Logits of the whole prompt, and an app's own draft model, would be another request's."""
+    with opened(reference_model, tmp_path) as turns:
+        turns.llama.draft_model = lambda tokens: tokens[:0]
+        turns.answer([0])
+        assert not turns.left
+        turns.llama.draft_model = None
+        turns.answer([0], stopping_criteria=StoppingCriteriaList([lambda *_: False]))
+        assert turns.left
+
+
+def test_an_interrupted_request_that_fails_ends(reference_model, tmp_path):
+    class Gone(BaseException):
+        """The caller left."""
+
+    class Leaver(Turns):
+        @hookimpl
+        def llmaas_turn(self, request, n_left):
+            n_most = super().llmaas_turn(request, n_left)
+            if self.at and not self.is_other and len(self.left) > max(self.at):
+                raise Gone
+            return n_most
+
+    with opened(reference_model, tmp_path) as turns:
+        expected = turns.answer()
+    with opened(reference_model, tmp_path, turns=Leaver()) as turns:
+        for at in (0, 2, 7):
+            with pytest.raises(Gone):
+                turns.answer([at])
+            assert turns.requests[0] == "other"
+            assert len(turns.requests) == 2
+            assert turns.answer() == expected
+
+
+def test_an_interrupter_may_use_the_cells_without_a_request(reference_model, tmp_path):
+    class Clearing(Turns):
+        def ask_other(self):
+            self.llama._ctx.kv_cache_clear()
+            self.replies.append("")
+
+    with opened(reference_model, tmp_path, turns=Clearing()) as turns:
+        expected = turns.answer(temperature=0.0)
+        assert turns.answer([2, 8], temperature=0.0) == expected
+        assert len(turns.replies) == 2
+
+
+def test_plugins_that_end_meanwhile(reference_model, tmp_path):
+    """The request goes on without them."""
+
+    class Ending(Turns):
+        def ask_other(self):
+            super().ask_other()
+            self.suite.deactivate()
+
+    with opened(reference_model, tmp_path) as turns:
+        expected = turns.answer(temperature=0.0)
+    for at in (1, 6):
+        with opened(reference_model, tmp_path, turns=Ending()) as turns:
+            turns.suite = active_suite()
+            assert turns.answer([at], temperature=0.0) == expected
