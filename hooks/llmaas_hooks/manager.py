@@ -184,7 +184,7 @@ class HookManager:
             running.set(caller)
         found = (answer for answer in answers if answer is not None)
         total = functools.reduce(RequestCost.plus, found, RequestCost(_n_resident(request)))
-        return total if reuses else RequestCost(levels=total.levels)
+        return total if reuses else total._replace(n_ready=0, ready_s=0.0)
 
     def level(self, request: Request, *, reuses: bool = True) -> Levels | None:
         """Fire ``llmaas_level``; return the first answer for the prompt and for the reply each.

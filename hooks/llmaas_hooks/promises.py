@@ -117,11 +117,14 @@ class RequestCost(NamedTuple):
         n_ready: Number of leading prompt tokens that need no evaluation.
         ready_s: Seconds until these tokens are ready.
         levels: Times of each level, widest first; empty if the plugin measured none.
+        levels_id: Name of what the levels compute: the same only for the same model, widths and
+            adapters. None if it is unknown.
     """
 
     n_ready: int = 0
     ready_s: float = 0.0
     levels: tuple[LevelTimes, ...] = ()
+    levels_id: str | None = None
 
     def plus(self, other: RequestCost) -> RequestCost:
         """Return the cost of two plugins together."""
@@ -129,4 +132,5 @@ class RequestCost(NamedTuple):
             max(self.n_ready, other.n_ready),
             self.ready_s + other.ready_s,
             self.levels or other.levels,
+            self.levels_id or other.levels_id,
         )

@@ -286,17 +286,24 @@ class Levels:
     Attributes:
         prefill: Share for the prompt, or None.
         decode: Share from the first sampled token on, or None.
+        at_first_token: Function from the logits of the first token, shape ``(n_vocab,)``, to the
+            share that replaces ``decode``. It must not change or keep the logits.
     """
 
     prefill: float | None = None
     decode: float | None = None
+    at_first_token: Callable[[NDArray[np.float32]], float] | None = field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         """Check both levels.
 
         Raises:
-            ConfigError: A level is not a number from 0.2 to 1.0.
+            ConfigError: A level is not a number from 0.2 to 1.0, or the level to replace is None.
         """
+        if self.at_first_token is not None and self.decode is None:
+            raise ConfigError("at_first_token replaces the level of decode, which is None")
         for name, level in (("prefill", self.prefill), ("decode", self.decode)):
             if level is not None and not _is_level(level):
                 is_one = repr(self.prefill) == repr(self.decode)  # true for two NaNs, too
@@ -309,9 +316,11 @@ class Levels:
         """Return these levels, with each None replaced by the level of ``other``."""
         if other is None:
             return self
+        answer = other if self.decode is None else self
         return Levels(
             other.prefill if self.prefill is None else self.prefill,
-            other.decode if self.decode is None else self.decode,
+            answer.decode,
+            at_first_token=answer.at_first_token,
         )
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmaas_hooks import Levels, NativeContext, Request
 from llmaas_plugins.elastic.adapter_index import AdapterTable
@@ -26,6 +30,7 @@ class ElasticModel:
         is_compensated: Whether biases are added to products.
         adapters: Place of the table's adapters in the file, or None if it has none.
         is_adapted: Whether the adapters are added to products.
+        levels_key: Hash of all by which the levels differ from the whole model.
     """
 
     name: str
@@ -36,6 +41,7 @@ class ElasticModel:
     is_compensated: bool
     adapters: AdapterTable | None
     is_adapted: bool
+    levels_key: str
 
     def report(self) -> dict[str, Any]:
         """Return the model's levels and the number of units in use at each."""
@@ -43,6 +49,7 @@ class ElasticModel:
             "table": self.table,
             "cuts_keys_values": self.cuts_keys_values,
             "compensated": self.is_compensated,
+            "key": self.levels_key,
             "adapters": self._adapters(),
             "levels": list(self.levels),
             "widths": {
@@ -74,6 +81,8 @@ class ElasticContext:
         level: Level in use, one of the model's.
         prefill: Level wanted for the prompt.
         decode: Level wanted after the first sampled token.
+        at_first_token: Function from the first token's logits to the level that replaces
+            ``decode``.
         is_decoding: Whether a token was sampled.
         evaluated: Level of the last batch, whose logits ``Llama`` may hold. None before any batch.
     """
@@ -85,6 +94,7 @@ class ElasticContext:
     level: float = 1.0
     prefill: float = 1.0
     decode: float = 1.0
+    at_first_token: Callable[[NDArray[np.float32]], float] | None = None
     is_decoding: bool = False
     evaluated: float | None = None
 
@@ -98,6 +108,7 @@ class ElasticContext:
         assert levels.decode is not None
         self.rests_at = None
         self.prefill, self.decode = levels.prefill, levels.decode
+        self.at_first_token = levels.at_first_token
         self.is_decoding = False
         return self._use(self.prefill)
 

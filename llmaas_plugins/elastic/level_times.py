@@ -21,7 +21,11 @@ _log = logging.getLogger("llmaas.elastic")
 
 
 class ModelTimes:
-    """Times that ``llmaas elastic profile`` kept for a loaded model."""
+    """Times that ``llmaas elastic profile`` kept for a loaded model.
+
+    Attributes:
+        digest: Digest of the model's file; None while it is unknown.
+    """
 
     def __init__(self, load: ModelLoad, table: str) -> None:
         """Begin to identify the model's file, by which times are kept.
@@ -31,8 +35,9 @@ class ModelTimes:
             table: Name of the table of widths.
         """
         self._files, self._table = load.files, table
-        self._digest = begin_digest(load.files) if load.files else None
+        self._begun = begin_digest(load.files) if load.files else None
         self._path: Path | None = None
+        self.digest: str | None = None
         self._latency: Latency | None = None
 
     def latency(self) -> Latency | None:
@@ -42,18 +47,19 @@ class ModelTimes:
         if the file was replaced since it was loaded. Damaged times are logged, and count as none.
         """
         try:
-            if self._digest is not None:
-                digest = self._digest.get(_PATIENCE_S)
+            if self._begun is not None:
+                digest = self._begun.get(_PATIENCE_S)
                 if digest is None:
                     return None  # a later request asks again
-                self._digest = None
+                self._begun = None
                 model = Path(self._files[0].path)
                 if files_now(model) == self._files:
                     self._path = latency_path(model, self._table, digest)
+                    self.digest = digest
             if self._latency is None and self._path is not None:  # it may be measured meanwhile
                 self._latency = Latency.load(self._path)
         except LlmaasError as error:
-            self._digest = self._path = None
+            self._begun = self._path = self.digest = None
             _log.warning("times of %s are not used: %s", self._files[0].path, error)
         return self._latency
 

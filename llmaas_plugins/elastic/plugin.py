@@ -26,6 +26,7 @@ from llmaas_hooks import (
 from llmaas_plugins.elastic.adapters import read_adapters
 from llmaas_plugins.elastic.config import ElasticConfig
 from llmaas_plugins.elastic.contexts import ElasticContext, ElasticModel
+from llmaas_plugins.elastic.level_identity import levels_id, levels_key
 from llmaas_plugins.elastic.level_times import ModelTimes, level_times
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 from llmaas_plugins.elastic.parts import LevelAdapters, part_claims
@@ -108,6 +109,9 @@ class ElasticModels:
             is_compensated=bool(biases),
             adapters=found.adapters.get(table),
             is_adapted=bool(adapters),
+            levels_key=levels_key(
+                found.levels, widths, biases, found.adapters.get(table) if adapters else None
+            ),
         )
         return part_claims(found.blocks, widths, biases, adapters)
 
@@ -143,10 +147,14 @@ class ElasticModels:
             return None
         if load not in self._times:
             self._times[load] = ModelTimes(load, context.model.table)
-        latency = self._times[load].latency()
-        if latency is None:
+        times = self._times[load]
+        latency = times.latency()
+        if latency is None or times.digest is None:
             return None
-        return RequestCost(levels=level_times(latency, request.engine.ctx))
+        return RequestCost(
+            levels=level_times(latency, request.engine.ctx),
+            levels_id=levels_id(times.digest, context.model.levels_key),
+        )
 
     @hookimpl
     def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
@@ -186,11 +194,17 @@ class ElasticModels:
             with self._lock:
                 self._rest(context, scope.levels)
 
-    @hookimpl
+    @hookimpl(tryfirst=True)  # before another plugin changes the logits
     def llmaas_logits(self, view: LogitsView) -> None:
         """Switch to the answer's level at the first sampled token."""
         context = self._contexts.get(view.ctx)
-        if context is not None and not context.is_decoding:
+        if context is None or context.is_decoding:
+            return
+        choose, context.at_first_token = context.at_first_token, None
+        try:
+            if choose is not None:
+                context.decode = choose(view.logits)
+        finally:
             with self._lock:
                 self._n_switches += context.sampled()
 

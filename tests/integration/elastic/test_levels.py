@@ -258,3 +258,46 @@ def test_a_model_is_not_taken_for_another_one_at_the_same_path(  # noqa: PLR0917
     ctx = llama_cpp.llama_init_from_model(llama.model, params)
     assert [one["level"] for one in report(suite)["contexts"]] == [0.4, 0.4]
     llama_cpp.llama_free(ctx)
+
+
+def test_the_first_tokens_logits_may_choose_the_answers_level(narrowing, engine):
+    seen = []
+
+    def choose(logits):
+        seen.append(int(logits.argmax()))
+        return 0.3
+
+    recorder = Recorder(Levels(0.5, 0.8, at_first_token=choose))
+    narrowing(recorder)
+    llama = engine()
+    tokens, _ = ask(llama, PROMPT, 3)
+    assert recorder.taken(llama) == [(0.5, N), (0.3, 1), (0.3, 1)]
+    assert seen == tokens[:1]
+    with elastic.level(decode=0.9):  # the app's own level is not replaced
+        ask(llama, [*PROMPT[:-1], 7], 2)
+    assert recorder.taken(llama)[-1] == (0.9, 1)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("on_error", ["log", "raise"])
+def test_a_failed_choice_leaves_the_answer_at_its_planned_level(narrowing, engine, on_error):
+    recorder = Recorder(Levels(0.5, 0.8, at_first_token=lambda _logits: 1 / 0))
+    suite = narrowing(recorder, on_error=on_error)
+    llama = engine()
+    if on_error == "raise":
+        with pytest.raises(PluginError, match="division by zero"):
+            ask(llama, PROMPT, 3)
+        return
+    ask(llama, PROMPT, 3)
+    assert recorder.taken(llama) == [(0.5, N), (0.8, 1), (0.8, 1)]
+    assert suite.status()["errors"]["elastic"]["llmaas_logits"]["count"] == 1
+
+
+def test_equal_levels_have_equal_keys(narrowing, engine):
+    """Both tables have the same widths; only the searched one has biases."""
+    keys = []
+    for settings in ({}, {"table": "searched"}, {"table": "searched", "compensate": False}):
+        suite = narrowing(Recorder(), **settings)
+        engine()
+        keys += [one["key"] for one in report(suite)["models"].values()]
+    assert keys[0] == keys[2] != keys[1]

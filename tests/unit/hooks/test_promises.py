@@ -101,9 +101,10 @@ def test_hook_llmaas_cost_adds_up_the_answers_of_all_plugins():
     hooks = manager(
         cells=Answering(RequestCost(2, 0.25)),
         nothing=Answering(None),
-        levels=Answering(RequestCost(1, 0.5, LEVELS)),
+        levels=Answering(RequestCost(1, 0.5, LEVELS, "id")),
     )
-    assert hooks.cost(request()) == RequestCost(2, 0.75, LEVELS)
+    assert hooks.cost(request()) == RequestCost(2, 0.75, LEVELS, "id")
+    assert hooks.cost(request(), reuses=False) == RequestCost(0, 0.0, LEVELS, "id")
 
 
 def test_cells_that_the_engine_holds_are_ready():

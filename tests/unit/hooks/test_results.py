@@ -122,6 +122,16 @@ def test_hook_llmaas_level_is_that_of_the_first_who_chooses():
         manager("raise", b=half, bad=Failing()).level(request())
 
 
+def test_the_choice_at_the_first_token_goes_with_the_level_that_it_replaces():
+    choose = max
+    late = Levels(0.5, 0.6, at_first_token=choose)
+    assert Levels(0.9).over(late) == Levels(0.9, 0.6, at_first_token=choose)
+    assert Levels(decode=0.9).over(late) == Levels(0.5, 0.9)
+    assert late.over(Levels(0.9, 0.9, at_first_token=min)) == late
+    with pytest.raises(ConfigError, match="at_first_token replaces the level of decode"):
+        Levels(0.5, at_first_token=choose)
+
+
 def test_levels_are_checked_where_they_are_made():
     assert Levels(0.2, 1).over(Levels(0.5, 0.5)) == Levels(0.2, 1)
     assert Levels(decode=0.3).over(Levels(0.6, 0.7)) == Levels(0.6, 0.3)
