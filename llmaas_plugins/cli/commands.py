@@ -23,7 +23,10 @@ __all__ = ["run_command"]
 # Each module exposes `add_parser(subparsers)`, which adds one parser and sets its default `func`, a
 # function of the parsed arguments that returns the exit code. A parser with `takes_rest=True` also
 # passes `func` the list of options that it did not declare; for other parsers these are errors.
-_COMMANDS = ("run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash", "elastic")
+_COMMANDS = (
+    *("run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash", "elastic"),
+    "deadlines",
+)
 
 
 def run_command(argv: Sequence[str] | None) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from llmaas_hooks import Promise, RequestStats
 from llmaas_plugins.deadlines.planner import Phase, Plan
 
-__all__ = ["MOST_SHOWN", "Outcome", "Outcomes", "outcome"]
+__all__ = ["MOST_SHOWN", "AnswerReport", "Outcome", "Outcomes", "outcome"]
 
 _BOUNDS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 """Upper bounds of the histograms' buckets: measured over promised time."""
@@ -17,12 +17,34 @@ MOST_SHOWN = 128
 """Most characters of an app's name in reports."""
 
 
+class AnswerReport(NamedTuple):
+    """Worth of the setting that a request was served with.
+
+    Attributes:
+        worth: Estimated probability of the whole model's answer; None if it is unknown.
+        max_risk: Largest risk that the app accepts; None if it sets none.
+        margin: Margin of the first token, if it decided the answer's level.
+        is_certified: Whether the risk is certified.
+    """
+
+    worth: float | None = None
+    max_risk: float | None = None
+    margin: float | None = None
+    is_certified: bool = False
+
+    @property
+    def is_best_effort(self) -> bool:
+        """Whether the app sets a risk that is not certified."""
+        return self.max_risk is not None and not self.is_certified
+
+
 class Outcome(NamedTuple):
     """Times of one request.
 
     Attributes:
         promise: Latency that was asked for.
         plan: Plan of the request.
+        answer: Worth of the setting, and its risk.
         ttft_s: Measured time to the first token, with the time that the request waited; None if
             there was none.
         tpot_s: Measured mean time of each further token; None if there was none.
@@ -30,6 +52,7 @@ class Outcome(NamedTuple):
 
     promise: Promise
     plan: Plan
+    answer: AnswerReport
     ttft_s: float | None
     tpot_s: float | None
 
@@ -47,7 +70,10 @@ class Outcome(NamedTuple):
         return [
             name
             for name, phase, measured_s in self.phases
-            if phase is not None and measured_s is not None and measured_s > phase.limit_s
+            if phase is not None
+            and phase.limit_s is not None
+            and measured_s is not None
+            and measured_s > phase.limit_s
         ]
 
     @property
@@ -58,10 +84,14 @@ class Outcome(NamedTuple):
     def report(self) -> dict[str, Any]:
         """Return promised, expected and measured times in ms, as JSON types."""
         found: dict[str, Any] = {"missed": self.misses, "infeasible": self.infeasible}
+        found |= self._answer_report()
         for name, phase, measured_s in self.phases:
             limit = getattr(self.promise, name)
-            found[name] = limit and {
-                "promised": str(limit),
+            if limit is None and phase is None:
+                found[name] = None
+                continue
+            found[name] = {
+                "promised": limit and str(limit),
                 "promised_ms": phase and _ms(phase.limit_s),
                 "expected_ms": phase and _ms(phase.expected_s),
                 "measured_ms": _ms(measured_s),
@@ -69,13 +99,26 @@ class Outcome(NamedTuple):
             }
         return found
 
+    def _answer_report(self) -> dict[str, Any]:
+        answer, policy = self.answer, self.plan.policy
+        found: dict[str, Any] = {"worth": None if answer.worth is None else round(answer.worth, 4)}
+        if answer.max_risk is None:
+            return found
+        risk = policy.risk if policy is not None and answer.is_certified else None
+        return found | {
+            "max_risk": answer.max_risk,
+            "certified_risk": None if risk is None else round(risk, 4),
+            "margin": None if answer.margin is None else round(answer.margin, 4),
+        }
 
-def outcome(promise: Promise, plan: Plan, stats: RequestStats) -> Outcome:
+
+def outcome(promise: Promise, plan: Plan, answer: AnswerReport, stats: RequestStats) -> Outcome:
     """Return the outcome of a request that ended."""
     n_others = stats.n_generated - 1
     tpot_s = stats.decode_s / n_others if n_others > 0 else None
     first_s = stats.first_token_s
-    return Outcome(promise, plan, None if first_s is None else promise.waited_s + first_s, tpot_s)
+    ttft_s = None if first_s is None else promise.waited_s + first_s
+    return Outcome(promise, plan, answer, ttft_s, tpot_s)
 
 
 class Outcomes:
@@ -83,7 +126,10 @@ class Outcomes:
 
     def __init__(self) -> None:
         """Start with zeros."""
-        names = ("promised", "met", "missed", "infeasible", "unexpected", "unplanned")
+        names = (
+            *("promised", "met", "missed", "infeasible", "unexpected", "unplanned"),
+            *("risk_limited", "best_effort"),
+        )
         self._counts = dict.fromkeys(names, 0)
         self._histograms = {
             name: dict.fromkeys((*map(str, _BOUNDS), "inf"), 0) for name in ("ttft", "tpot")
@@ -93,15 +139,19 @@ class Outcomes:
     def add(self, app: str | None, found: Outcome) -> None:
         """Count a request that gave a token."""
         counts = self._counts
-        counts["promised"] += 1
-        if found.plan == Plan(None, None):
+        counts["risk_limited"] += found.answer.max_risk is not None
+        counts["best_effort"] += found.answer.is_best_effort
+        counts["promised"] += bool(found.promise)
+        if not found.promise:
+            pass
+        elif found.plan == Plan(None, None):
             counts["unplanned"] += 1
         else:
             counts["missed" if found.misses else "met"] += 1
             counts["infeasible"] += bool(found.infeasible)
             counts["unexpected"] += not set(found.misses) <= set(found.infeasible)
         for name, phase, measured_s in found.phases:
-            if phase is not None and measured_s is not None:
+            if phase is not None and phase.limit_s is not None and measured_s is not None:
                 self._bucket(self._histograms[name], measured_s / phase.limit_s)
         name = (app or "")[:MOST_SHOWN]
         self._last[name] = found

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmaas_hooks import (
     Levels,
@@ -21,8 +26,12 @@ from llmaas_hooks import (
 )
 from llmaas_plugins.deadlines.config import DeadlinesConfig
 from llmaas_plugins.deadlines.correction import Correction
-from llmaas_plugins.deadlines.outcomes import MOST_SHOWN, Outcomes, outcome
-from llmaas_plugins.deadlines.planner import Plan, Question, plan
+from llmaas_plugins.deadlines.learned import Lessons
+from llmaas_plugins.deadlines.margin import first_two
+from llmaas_plugins.deadlines.outcomes import MOST_SHOWN, AnswerReport, Outcomes, outcome
+from llmaas_plugins.deadlines.planner import Plan, Question, answer_phase, plan
+from llmaas_plugins.deadlines.policies import Policy
+from llmaas_plugins.deadlines.worth import Worth
 from llmaas_plugins.model.digest import Digest, begin_digest
 
 __all__ = ["Deadlines"]
@@ -35,12 +44,23 @@ _log = logging.getLogger("llmaas.deadlines")
 
 
 class _Planned(NamedTuple):
-    """Request that was planned and has not ended."""
+    """Request that was planned and has not ended.
+
+    Attributes:
+        request: The request.
+        model: Path of the model.
+        promise: Latency that is asked for, with the configured limits.
+        question: Everything that the plan depends on.
+        plan: Plan of the request.
+        answer: Worth of the planned setting, and its risk.
+    """
 
     request: Request
     model: str
     promise: Promise
+    question: Question
     plan: Plan
+    answer: AnswerReport
 
 
 class Deadlines:
@@ -55,7 +75,8 @@ class Deadlines:
         self._planned: dict[int, _Planned] = {}
         self._corrections: OrderedDict[tuple[str, str | None, str], Correction] = OrderedDict()
         self._outcomes = Outcomes()
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
+        self._lessons = Lessons()
         self._digests: weakref.WeakKeyDictionary[ModelLoad, Digest] = weakref.WeakKeyDictionary()
 
     def promise_of(self, app: str | None) -> Promise:
@@ -72,23 +93,38 @@ class Deadlines:
     @hookimpl
     def llmaas_level(self, request: Request, cost: Callable[[], RequestCost]) -> Levels | None:
         """Choose the widest levels that keep the request's promise."""
-        promise = request.promise.over(self._config.promise_of(request.app))
-        if not promise or _NAME in request.declined:
+        config, app = self._config, request.app
+        promise, risk = request.promise.over(config.promise_of(app)), config.risk_of(app)
+        if not (promise or risk) or _NAME in request.declined:
             return None
         costs, model = cost(), request.engine.llama.model_path
+        n_prompt, n_answer = len(request.tokens), config.n_answer_of(app)
+        learned = self._lessons.about(costs.levels_id, app, n_answer, risk)
         with self._lock:
             question = Question(
                 promise,
                 costs,
-                len(request.tokens),
+                n_prompt,
                 _WHOLE if "elastic" in request.declined else request.levels,
-                self._correction(model, request.app, "ttft").fit(),
-                self._correction(model, request.app, "tpot").fit(),
+                self._correction(model, app, "ttft").fit(),
+                self._correction(model, app, "tpot").fit(),
+                () if risk is None else learned.policies,
+                n_answer,
             )
             found = plan(question)
-            self._planned[request.engine.ctx] = _Planned(request, model, promise, found)
-            self._tell(model, found)
-        return None if found.levels == Levels() else found.levels
+            answer = AnswerReport(
+                _worth(learned.worth, found.levels, n_prompt),
+                None if risk is None else risk.most,
+                is_certified=found.policy is not None,
+            )
+            self._planned[request.engine.ctx] = _Planned(
+                request, model, promise, question, found, answer
+            )
+            self._tell(model, found, answer)
+        if found.policy is None or len(set(found.policy.decode)) == 1:
+            return None if found.levels == Levels() else found.levels
+        choose = functools.partial(self._choose, request, found.policy)
+        return replace(found.levels, at_first_token=choose)
 
     @hookimpl
     def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
@@ -96,8 +132,10 @@ class Deadlines:
         with self._lock:
             planned = self._planned.get(request.engine.ctx)
             if planned is not None and planned.request is request:
-                kept = planned.plan.at(levels or Levels())
-                self._planned[request.engine.ctx] = planned._replace(plan=kept)
+                kept, answer = planned.plan.at(levels or Levels()), planned.answer
+                if kept != planned.plan:  # the worth of another plugin's setting is unknown
+                    answer = AnswerReport(max_risk=answer.max_risk)
+                self._planned[request.engine.ctx] = planned._replace(plan=kept, answer=answer)
 
     @hookimpl
     def llmaas_request_end(self, request: Request, stats: RequestStats) -> None:
@@ -107,7 +145,7 @@ class Deadlines:
             if planned is None or planned.request is not request:
                 return
             del self._planned[request.engine.ctx]
-            found = outcome(planned.promise, planned.plan, stats)
+            found = outcome(planned.promise, planned.plan, planned.answer, stats)
             if found.ttft_s is None:
                 return  # it was ended before its first token
             self._outcomes.add(request.app, found)
@@ -143,6 +181,20 @@ class Deadlines:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _choose(self, request: Request, policy: Policy, logits: NDArray[np.float32]) -> float:
+        """Choose the level of an answer by the margin of its first token."""
+        _, margin = first_two(logits)
+        i, ctx = policy.range_of(margin), request.engine.ctx
+        with self._lock:
+            planned = self._planned.get(ctx)
+            if planned is None or planned.plan.policy is not policy:
+                return max(policy.decode)  # another plugin chose the prompt's level
+            self._planned[ctx] = planned._replace(
+                plan=planned.plan._replace(tpot=answer_phase(planned.question, policy.decode[i])),
+                answer=planned.answer._replace(worth=policy.worth[i], margin=margin),
+            )
+        return policy.decode[i]
+
     def _correction(self, model: str, app: str | None, phase: str) -> Correction:
         """Return an app's correction: a grammar or a logits processor of another one is no cost."""
         key = model, app, phase
@@ -152,13 +204,33 @@ class Deadlines:
             self._corrections.popitem(last=False)
         return found
 
-    def _tell(self, model: str, found: Plan) -> None:
-        """Log once that a model has no times."""
-        if found == Plan(None, None) and model not in self._told:
-            self._told.add(model)
+    def _tell(self, model: str, found: Plan, answer: AnswerReport) -> None:
+        """Log once that a model has no times, and once that a risk cannot be certified."""
+        if found == Plan(None, None):
+            if (model, "times") in self._told:
+                return
+            self._told.add((model, "times"))
             _log.warning(
                 "requests to %s have promises, but no times were measured, so nothing is planned. "
                 "Promises need a prepared model, the plugin elastic, and "
                 "`llmaas elastic profile %s`. A large model is first identified, for some seconds "
                 "after it was loaded.", model, model,
             )  # fmt: skip
+        elif answer.is_best_effort and (model, "risk") not in self._told:
+            self._told.add((model, "risk"))
+            _log.warning(
+                "answers of %s may differ from the whole model's more often than max_risk = %s: no "
+                "certified setting keeps the promises. `llmaas deadlines learn %s` measures "
+                "answers, with --app and --prompts those of one app; more requests certify more.",
+                model, answer.max_risk, model,
+            )  # fmt: skip
+
+
+def _worth(worth: Worth | None, levels: Levels, n_prompt: int) -> float | None:
+    """Return the probability of the whole model's answer; a level that is not planned is 1.0."""
+    if worth is None:
+        return None
+    found = levels.over(_WHOLE)
+    assert found.prefill is not None
+    assert found.decode is not None
+    return worth.at(found.prefill, found.decode, n_prompt)

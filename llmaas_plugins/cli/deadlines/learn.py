@@ -1,0 +1,233 @@
+"""``llmaas deadlines learn``: how often narrow levels give the whole model's answers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.deadlines.prompts import check_prompts, prompts_of
+from llmaas_plugins.cli.interrupts import stoppable
+from llmaas_plugins.cli.models import add_model_action, trained_context
+from llmaas_plugins.cli.options import at_least
+from llmaas_plugins.cli.output import (
+    counted,
+    duration_text,
+    one_line,
+    print_report,
+    printable,
+    progress_bar,
+)
+
+if TYPE_CHECKING:
+    from llmaas_plugins.deadlines.answering import Comparison
+    from llmaas_plugins.deadlines.answers import Answers
+
+__all__ = ["add_learn"]
+
+_N_REQUESTS, _LEAST_REQUESTS, _N_ANSWER = 1000, 256, 8
+_MOST_S = 1200.0
+"""Longest time for which the default number of requests is kept."""
+_THEN = "progress was kept; the same command goes on"
+
+
+def add_learn(actions: Any) -> None:
+    """Register ``learn``."""
+    parser = add_model_action(
+        actions,
+        "learn",
+        learn,
+        "measure how often narrow levels give the whole model's answers",
+        "Compare the answers of all pairs of prefill and decode levels of a prepared model with "
+        "the whole model's, and keep the results. Stop it at any time: the same command goes on.",
+        is_prepared=True,
+    )
+    add = parser.add_argument
+    add(
+        "--table",
+        choices=("searched", "uniform"),
+        help="widths to measure (default: searched, if the model has them)",
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="text of which parts are the prompts, best of the kind that the model will see "
+        "(default: packaged texts and conversations)",
+    )
+    source.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help='an app\'s prompts, one a line: {"prompt": "…"}',
+    )
+    add("--app", help="app whose prompts these are (default: every app without its own)")
+    add(
+        "--requests",
+        type=at_least(1),
+        metavar="N",
+        help=f"most prompts to use (default {_N_REQUESTS:,}, or fewer if this would take more than "
+        f"{duration_text(_MOST_S)}, but at least {_LEAST_REQUESTS})",
+    )
+    add(
+        "--answer-tokens",
+        type=at_least(1),
+        default=_N_ANSWER,
+        metavar="N",
+        help="tokens of an answer to compare (default %(default)s)",
+    )
+    add("--json", action="store_true", help="print JSON")
+
+
+def learn(args: argparse.Namespace) -> int:
+    """Compare a prepared model's answers, print their agreement, and keep it."""
+    _check(args)
+    with stoppable(_THEN), _opened(args) as opened:
+        answers, path = _measured(args, opened)
+        print_report(args, _report(answers, path), _text(args, answers))
+    if not args.json:
+        print(f"kept in {path}")
+    return 0
+
+
+# -- internals -----------------------------------------------------------------------------------
+
+
+class _Opened(NamedTuple):
+    """Prepared model that is loaded with its levels.
+
+    Attributes:
+        model: The model.
+        levels: Levels, widest first.
+        levels_id: Name of what the levels compute.
+    """
+
+    model: Any
+    levels: tuple[float, ...]
+    levels_id: str
+
+
+def _check(args: argparse.Namespace) -> None:
+    from llmaas_plugins.deadlines.answers import MOST_ANSWER, MOST_REQUESTS
+
+    if args.app is not None and args.prompts is None and args.text is None:
+        raise ConfigError("--app needs the app's prompts: --prompts FILE.jsonl, or --text FILE.")
+    if args.answer_tokens > MOST_ANSWER:
+        raise ConfigError(
+            f"--answer-tokens is {args.answer_tokens}, expected at most {MOST_ANSWER}."
+        )
+    if args.requests is not None and args.requests > MOST_REQUESTS:
+        raise ConfigError(f"--requests is {args.requests:,}, expected at most {MOST_REQUESTS:,}.")
+
+
+@contextlib.contextmanager
+def _opened(args: argparse.Namespace) -> Iterator[_Opened]:
+    """Load a prepared model with its levels.
+
+    Raises:
+        ConfigError: The model has no levels, or lacks this table, or llama.cpp cannot load it.
+    """
+    from llmaas_plugins.activation import activate
+    from llmaas_plugins.elastic.level_identity import levels_id
+    from llmaas_plugins.elastic.metadata import read_elastic
+    from llmaas_plugins.model.digest import file_digest
+    from llmaas_plugins.model.loading import loaded
+
+    if read_elastic(args.model) is None:
+        raise ConfigError(
+            f"{args.model} has no levels; `llmaas elastic prepare {args.model}` writes a file that "
+            "has."
+        )
+    digest = file_digest(args.model)
+    with (
+        activate({"on_error": "raise", "plugins": {"elastic": {"table": args.table}}}) as suite,
+        loaded(args.model) as opened,
+    ):
+        (model,) = suite.plugin("elastic").llmaas_status()["models"].values()
+        yield _Opened(opened, tuple(model["levels"]), levels_id(digest, model["key"]))
+
+
+def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]:
+    """Return the answers, and the path at which they were kept."""
+    from llmaas_plugins.deadlines.answering import Comparison
+    from llmaas_plugins.deadlines.answers import answers_path
+    from llmaas_plugins.deadlines.learning import measured
+    from llmaas_plugins.elastic import level
+    from llmaas_plugins.elastic.checkpoint import Checkpoint, checkpoint_path, fingerprint_of
+    from llmaas_plugins.files.file_bytes import as_store_error
+
+    path = answers_path(opened.levels_id, args.app)
+    with as_store_error(f"cannot write {path}"):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    prompts = prompts_of(args, opened.model, args.requests or _N_REQUESTS)
+    check_prompts(prompts, args.answer_tokens, trained_context(args.model))
+    comparison = Comparison(args.answer_tokens, opened.levels, level)
+    prompts = prompts[: _announced(args, opened, prompts, comparison)]
+    about = {
+        "levels": opened.levels_id,
+        "answer": args.answer_tokens,
+        "prompts": [prompt.tolist() for prompt in prompts],
+    }
+    with (
+        Checkpoint(checkpoint_path(path), fingerprint_of(about)) as kept,
+        progress_bar("comparing", "prompt", len(prompts)) as bar,
+    ):
+        answers = measured(opened.model.model, prompts, comparison, kept, bar.update)
+        answers.save(path, opened.levels_id)
+    return answers, path
+
+
+def _announced(
+    args: argparse.Namespace, opened: _Opened, prompts: list[Any], comparison: Comparison
+) -> int:
+    """Say how long the prompts will take; return how many to use."""
+    from llmaas_plugins.deadlines.learning import estimated_s
+
+    each_s = estimated_s(opened.model.model, prompts, comparison)
+    n = len(prompts)
+    if args.requests is None and n * each_s > _MOST_S:
+        n = min(n, max(int(_MOST_S / each_s), _LEAST_REQUESTS))
+        n = 1 << (n.bit_length() - 1)  # the same number after a stop, though speeds vary
+    print(
+        f"comparing answers to {counted(n, 'prompt')} takes about {duration_text(n * each_s)}",
+        file=sys.stderr,
+    )
+    return n
+
+
+# -- report --------------------------------------------------------------------------------------
+
+
+def _report(answers: Answers, path: Path) -> dict[str, Any]:
+    agree = {
+        str(n): (~answers.differ(n)).mean(axis=0).round(4).tolist()
+        for n in range(1, answers.n_answer + 1)
+    }
+    return {
+        "path": str(path),
+        "requests": len(answers),
+        "prompt_tokens": int(answers.n_prompt.sum()),
+        "answer_tokens": answers.n_answer,
+        "levels": list(answers.levels),
+        "agreement": agree,
+    }
+
+
+def _text(args: argparse.Namespace, answers: Answers) -> Iterator[str]:
+    agree = 100 * (~answers.differ(answers.n_answer)).mean(axis=0)
+    app = "" if args.app is None else f" of the app {one_line(args.app)}"
+    n = counted(len(answers), "answer")
+    yield (
+        f"{printable(args.model.name)}: share of {n}{app} whose first "
+        f"{counted(answers.n_answer, 'token')} equal the whole model's, in %"
+    )
+    yield "prompt   answer at"
+    yield "level    " + " ".join(f"{level:5.1f}" for level in answers.levels)
+    for level, row in zip(answers.levels, agree, strict=True):
+        yield f"{level:5.1f}    " + " ".join(f"{share:5.1f}" for share in row)

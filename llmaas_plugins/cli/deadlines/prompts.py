@@ -1,0 +1,111 @@
+"""Prompts to compare answers to: an app's own, or parts of texts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.files import content_of
+from llmaas_plugins.cli.given_text import tokens_of
+from llmaas_plugins.files.json_text import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmaas_hooks import Tokens
+
+__all__ = ["check_prompts", "prompts_of"]
+
+_LEAST = 20
+"""Fewest prompts: fewer say nothing."""
+
+
+def prompts_of(args: argparse.Namespace, model: Any, n_prompts: int) -> list[Tokens]:
+    """Return up to ``n_prompts`` prompts: the app's, or parts of the text.
+
+    Raises:
+        ConfigError: There are too few prompts, or a file cannot be read.
+    """
+    import numpy as np
+
+    from llmaas_plugins.deadlines.learning import cut_prompts
+
+    if args.prompts:
+        chance, found = np.random.default_rng(0), _own(args.prompts, model)
+        found = [found[i] for i in chance.permutation(len(found))[:n_prompts]]
+    else:
+        texts = [tokens_of(text, model) for text in _texts(args.text)]
+        found = cut_prompts(texts, n_prompts, model.tokenize(b"", True, False))
+    if len(found) < _LEAST:
+        raise ConfigError(
+            f"found {len(found)} prompts, expected at least {_LEAST}. Give more text with --text, "
+            "or more prompts with --prompts."
+        )
+    return found
+
+
+def check_prompts(prompts: Sequence[Tokens], n_answer: int, n_trained: int | None) -> None:
+    """Refuse prompts that are longer than the model's context.
+
+    Raises:
+        ConfigError: A prompt and its answer do not fit.
+    """
+    longest = max(map(len, prompts)) + n_answer
+    if n_trained is not None and longest > n_trained:
+        raise ConfigError(
+            f"the longest prompt and its answer have {longest:,} tokens, expected at most the "
+            f"{n_trained:,} tokens with which the model was trained. Leave longer prompts out."
+        )
+
+
+# -- internals -----------------------------------------------------------------------------------
+
+
+def _own(path: Path, model: Any) -> list[Tokens]:
+    """Return the prompts of a JSONL file, as a completion would evaluate them."""
+    import numpy as np
+
+    found = []
+    for number, line in enumerate(content_of(path).splitlines(), 1):
+        if line.strip():
+            tokens = model.tokenize(_prompt(path, number, line).encode(), True, True)
+            if tokens:
+                found.append(np.array(tokens, np.int32))
+    return found
+
+
+def _prompt(path: Path, number: int, line: bytes) -> str:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {number}: {error}. Each line must be JSON.") from error
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str):
+        raise ConfigError(
+            f'{path}, line {number}: expected an object with a text, {{"prompt": "…"}}.'
+        )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{path}, line {number}: {error.reason}.") from error
+    return prompt
+
+
+def _texts(paths: Sequence[Path] | None) -> list[bytes]:
+    """Return the given texts, or the packaged ones and the packaged conversations."""
+    from importlib.resources import files
+
+    from llmaas_plugins.chats.exports import load_conversations
+    from llmaas_plugins.elastic.calibration import packaged_texts
+
+    if paths:
+        return [content_of(path) for path in paths]
+    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
+    talks = [talk for path in sorted(folder.glob("*.jsonl")) for talk in load_conversations(path)]
+    spoken = [
+        "\n".join(f"{message.role.capitalize()}: {message.content}" for message in talk.messages)
+        for talk in talks
+    ]
+    return [text.encode() for text in (*packaged_texts().values(), *spoken)]

@@ -1,0 +1,229 @@
+"""Answers of every pair of levels to prompts, compared with the whole model's.
+
+A pair's greedy answer begins as the whole model's does, until their first difference. So it is
+enough to evaluate the whole model's answer at each pair, and to see where another token would
+follow. Cells of any level serve every level: each prompt is evaluated once for each prefill level,
+and the decode levels take turns after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from llama_cpp import llama_cpp
+from numpy.ctypeslib import as_array
+
+from llmaas_hooks import LlmaasError, Tokens
+from llmaas_plugins.deadlines.answers import Answers
+from llmaas_plugins.deadlines.margin import first_two
+from llmaas_plugins.machine import usable_processors
+
+__all__ = ["Comparison", "Sequences", "answers_to"]
+
+_MOST_TOGETHER, _MOST_CELLS, _MOST_BATCH = 16, 8192, 512
+_CELLS_STEP = 256
+"""Cells of a sequence are a multiple of this in llama.cpp."""
+_MOST_LOGITS_BYTES = 64 << 20
+
+
+class Comparison(NamedTuple):
+    """What is compared.
+
+    Attributes:
+        n_answer: Number of tokens of an answer.
+        levels: Levels, widest first.
+        at_level: Returns a block inside which a context computes at a level.
+    """
+
+    n_answer: int
+    levels: Sequence[float]
+    at_level: Callable[[float], AbstractContextManager[None]]
+
+
+class Sequences:
+    """Context with a sequence for each of several prompts. Call ``close``, or use ``with``.
+
+    Attributes:
+        ctx: Address of the ``llama_context``.
+        n_vocab: Size of the vocabulary.
+        n_together: Number of sequences.
+    """
+
+    def __init__(self, model: Any, n_cells: int, n_threads: int = 0) -> None:
+        """Create the context of a ``llama_model``.
+
+        Args:
+            model: The model.
+            n_cells: Most tokens of a prompt and its answer.
+            n_threads: Number of threads; 0 is all processors.
+
+        Raises:
+            LlmaasError: There is no memory for the context.
+        """
+        self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+        self._n_batch = max(1, min(_MOST_BATCH, _MOST_LOGITS_BYTES // (4 * self.n_vocab)))
+        params = llama_cpp.llama_context_default_params()
+        n_cells = -(-n_cells // _CELLS_STEP) * _CELLS_STEP
+        self.n_together = max(1, min(_MOST_TOGETHER, _MOST_CELLS // n_cells))
+        params.n_seq_max, params.n_ctx = self.n_together, self.n_together * n_cells
+        params.n_batch = params.n_ubatch = self._n_batch
+        params.n_threads = params.n_threads_batch = n_threads or usable_processors()
+        self.ctx = llama_cpp.llama_init_from_model(model, params)
+        if self.ctx is None:
+            raise LlmaasError(
+                f"no memory for a context of {params.n_ctx} tokens. Close other programs, or use "
+                "shorter prompts."
+            )
+        self._memory = llama_cpp.llama_get_memory(self.ctx)
+        self._batch = llama_cpp.llama_batch_init(self._n_batch, 0, 1)
+
+    def close(self) -> None:
+        """Free the context; closing it again does nothing."""
+        if self.ctx is not None:
+            llama_cpp.llama_batch_free(self._batch)
+            llama_cpp.llama_free(self.ctx)
+            self.ctx = None
+
+    def __enter__(self) -> Self:
+        """Return the open context."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the context."""
+        self.close()
+
+    def is_end(self, token: int) -> bool:
+        """Return whether a token ends an answer."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def keep(self, sequence: int, n_tokens: int) -> None:
+        """Drop the cells of a sequence behind its first tokens."""
+        llama_cpp.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1)
+
+    def evaluate(
+        self, parts: Sequence[tuple[int, int, Tokens]], *, is_last_only: bool
+    ) -> list[list[tuple[int, float]]]:
+        """Evaluate tokens; return the most likely next tokens of each part, and their margins.
+
+        Args:
+            parts: Sequence, position of the first token, and tokens of each part.
+            is_last_only: Whether only what follows a part's last token is wanted.
+        """
+        rows = [
+            (i, sequence, at + k, token, not is_last_only or k == len(tokens) - 1)
+            for i, (sequence, at, tokens) in enumerate(parts)
+            for k, token in enumerate(tokens.tolist())
+        ]
+        found: list[list[tuple[int, float]]] = [[] for _ in parts]
+        for begin in range(0, len(rows), self._n_batch):
+            self._decode(rows[begin : begin + self._n_batch], found)
+        return found
+
+    def _decode(
+        self, rows: Sequence[tuple[int, int, int, int, bool]], found: list[list[tuple[int, float]]]
+    ) -> None:
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for i, (_, sequence, position, token, is_wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_wanted
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        status = llama_cpp.llama_decode(self.ctx, batch)
+        if status:
+            raise LlmaasError(f"llama_decode returned {status} while answers were compared")
+        for i, (part, _, _, _, is_wanted) in enumerate(rows):
+            if is_wanted:
+                pointer = llama_cpp.llama_get_logits_ith(self.ctx, i)
+                found[part].append(first_two(as_array(pointer, shape=(self.n_vocab,))))
+
+
+class _Whole(NamedTuple):
+    """The whole model's answer to a prompt.
+
+    Attributes:
+        tokens: The answer, up to a token that ends it.
+        margin: Margin of its first token.
+    """
+
+    tokens: Tokens
+    margin: float
+
+
+def answers_to(sequences: Sequences, prompts: Sequence[Tokens], comparison: Comparison) -> Answers:
+    """Compare the answers of all pairs of levels to some prompts, one for each sequence at most.
+
+    Args:
+        sequences: Context of the prepared model, with room for each prompt and answer.
+        prompts: Tokens of each prompt.
+        comparison: What to compare.
+    """
+    n_answer, levels, at_level = comparison
+    n, n_levels = len(prompts), len(levels)
+    leads = np.zeros((n, n_levels, n_levels), np.uint8)
+    margins = np.zeros((n, n_levels), np.float32)
+    with at_level(levels[0]):
+        whole = _whole_answers(sequences, prompts, n_answer)
+    for p, prefill in enumerate(levels):
+        if p == 0:
+            firsts = [(int(one.tokens[0]), one.margin) for one in whole]
+        else:
+            with at_level(prefill):
+                firsts = _read(sequences, prompts)
+        margins[:, p] = [margin for _, margin in firsts]
+        alike = [i for i in range(n) if firsts[i][0] == whole[i].tokens[0]]
+        for d, decode in enumerate(levels):
+            for i in alike:
+                sequences.keep(i, len(prompts[i]))
+            with at_level(decode):
+                found = _leads(sequences, prompts, alike, whole, n_answer)
+            leads[alike, p, d] = found
+    leads[:, 0, 0] = n_answer  # even if the sizes of batches decide between two equal tokens
+    n_prompt = np.array([len(prompt) for prompt in prompts], np.int32)
+    return Answers(tuple(levels), n_answer, n_prompt, leads, margins)
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _read(sequences: Sequences, prompts: Sequence[Tokens]) -> list[tuple[int, float]]:
+    """Evaluate the prompts anew; return the first token of each answer, and its margin."""
+    for i in range(sequences.n_together):
+        sequences.keep(i, 0)
+    parts = [(i, 0, prompt) for i, prompt in enumerate(prompts)]
+    return [one[0] for one in sequences.evaluate(parts, is_last_only=True)]
+
+
+def _whole_answers(sequences: Sequences, prompts: Sequence[Tokens], n_answer: int) -> list[_Whole]:
+    firsts = _read(sequences, prompts)
+    answers = [[token] for token, _ in firsts]
+    for k in range(1, n_answer):
+        open_ = [i for i, answer in enumerate(answers) if not sequences.is_end(answer[-1])]
+        parts = [(i, len(prompts[i]) + k - 1, np.array(answers[i][-1:], np.int32)) for i in open_]
+        found = sequences.evaluate(parts, is_last_only=True)
+        for i, ((token, _),) in zip(open_, found, strict=True):
+            answers[i].append(token)
+    return [
+        _Whole(np.array(answer, np.int32), margin)
+        for answer, (_, margin) in zip(answers, firsts, strict=True)
+    ]
+
+
+def _leads(
+    sequences: Sequences,
+    prompts: Sequence[Tokens],
+    alike: Sequence[int],
+    whole: Sequence[_Whole],
+    n_answer: int,
+) -> list[int]:
+    """Return how many tokens of each answer, whose first one is right, equal the whole model's."""
+    parts = [(i, len(prompts[i]), whole[i].tokens[:-1]) for i in alike]
+    found = sequences.evaluate(parts, is_last_only=False)
+    leads = []
+    for i, row in zip(alike, found, strict=True):
+        expected = whole[i].tokens[1:].tolist()
+        wrong = (k for k, (token, _) in enumerate(row) if token != expected[k])
+        leads.append(1 + next(wrong, n_answer - 1))
+    return leads

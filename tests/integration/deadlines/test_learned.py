@@ -1,0 +1,215 @@
+"""``llmaas deadlines learn`` on the packaged model, and requests that use what it learned."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from leveled import Recorder
+from llama_cpp import Llama
+from preparing import prepare
+from switching import PROMPT, ask
+
+from llmaas_hooks import request_scope, serving_context
+from llmaas_plugins import activate, deadlines, elastic
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.deadlines import answering, answers
+from llmaas_plugins.deadlines.answers import Answers
+from llmaas_plugins.elastic import latency
+from llmaas_plugins.elastic.checkpoint import Checkpoint
+from llmaas_plugins.elastic.latency import Curves, Latency, Machine, latency_path
+
+LEVELS = (1.0, 0.6, 0.2)
+N_ANSWER = 3
+CHATS = [f"Question {i}: how many apples are {i} and {i + 1}? Answer:" for i in range(24)]
+
+
+def write_times(model):
+    """Write a table in which each token takes ``level`` seconds."""
+    flat = tuple((1000 * level,) * 2 for level in LEVELS)
+    rising = tuple((1000 * level, 1_000_000 * level) for level in LEVELS)
+    curves = {"n_tokens": (1, 1000), "spread_ms": (((0.0, 0.0),) * 3,), "held": (500,)}
+    held = tuple((500_000 * level,) for level in LEVELS)
+    Latency(
+        model=model.name,
+        table="uniform",
+        machine=Machine.this(),
+        levels=LEVELS,
+        threads=(1,),
+        ttft=Curves(ms=(rising,), held_ms=(held,), **curves),
+        tpot=Curves(ms=(flat,), held_ms=(tuple(row[:1] for row in flat),), **curves),
+    ).save(latency_path(model, "uniform"))
+
+
+@pytest.fixture
+def model(reference_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(latency, "DIRECTORY", tmp_path / "latency")
+    monkeypatch.setattr(answers, "DIRECTORY", tmp_path / "outcomes")
+    model = prepare(reference_model, tmp_path / "model.gguf", levels=LEVELS)
+    write_times(model)
+    return model
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": one}) for one in CHATS))
+    return path
+
+
+@pytest.fixture
+def learn(model, prompts):
+    def learn(*options):
+        own = ("--answer-tokens", str(N_ANSWER), "--prompts", str(prompts))
+        return main(["deadlines", "learn", str(model), *own, *options])
+
+    return learn
+
+
+@contextlib.contextmanager
+def served(model, **settings):
+    recorder = Recorder()
+    recorder.levels = None
+    config = {"elastic": {}, "deadlines": {"answer_tokens": N_ANSWER} | settings}
+    with (
+        activate({"on_error": "raise", "plugins": config}, {"recorder": recorder}) as suite,
+        contextlib.closing(
+            Llama(str(model), n_ctx=256, verbose=False, n_threads=1, n_threads_batch=1)
+        ) as llama,
+    ):
+        yield suite, llama
+
+
+def test_what_is_learned_equals_real_answers(learn, model, capsys):
+    assert learn("--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["requests"], report["levels"]) == (len(CHATS), list(LEVELS))
+    found = Answers.load(Path(report["path"]), Path(report["path"]).stem)
+    shares = np.zeros((3, 3))
+    with served(model) as (_, llama):
+        for text in CHATS:
+            tokens = llama.tokenize(text.encode(), True, True)
+            own = {}
+            for p, prefill in enumerate(LEVELS):
+                for d, decode in enumerate(LEVELS):
+                    llama.reset()
+                    with elastic.level(prefill=prefill, decode=decode):
+                        own[p, d] = ask(llama, tokens, N_ANSWER)[0]
+            for pair, answer in own.items():
+                shares[pair] += answer == own[0, 0]
+    expected = np.array(report["agreement"][str(N_ANSWER)])
+    # batches of other sizes may decide between tokens of almost the same probability
+    assert np.abs(shares / len(CHATS) - expected).max() <= 1 / len(CHATS) + 1e-3
+    assert expected[0, 0] == 1 > expected[2, 2]
+    assert (found.margins > 0).all()
+
+
+def test_a_request_is_served_with_what_was_learned(learn, model, prompts):
+    assert learn() == 0
+    with served(model, ttft="60 %") as (_, llama), request_scope.noting() as notes:
+        ask(llama, PROMPT, 2)
+    assert 0 < notes["deadlines"]["worth"] <= 1
+    with served(model, max_risk=0.9) as (_, llama), request_scope.noting() as notes:
+        ask(llama, PROMPT, 4)
+    found = notes["deadlines"]
+    assert found["ttft"]["level"] < 1
+    assert found["certified_risk"] <= 0.9
+    assert found["tpot"]["level"] in LEVELS
+    prompts.write_text("\n".join(json.dumps({"prompt": one}) for one in CHATS[:20]))
+    assert learn("--app", "mail") == 0
+    with (
+        served(model, max_risk=0.5) as (_, llama),
+        request_scope.noting() as notes,
+        serving_context("c", "mail"),
+    ):
+        ask(llama, PROMPT, 2)
+    assert notes["deadlines"]["max_risk"] == 0.5
+
+
+@pytest.mark.parametrize("what", ["damaged", "of another model"])
+def test_planning_goes_on_without_a_damaged_file(learn, model, what, capsys, caplog):
+    assert learn("--json") == 0
+    path = Path(json.loads(capsys.readouterr().out)["path"])
+    content = path.read_bytes()
+    if what == "damaged":
+        path.write_bytes(content[:-50])
+    else:
+        Answers.load(path, path.stem).save(path, "0" * 32)
+    with served(model) as (_, llama), request_scope.noting() as notes, deadlines.slo(ttft="60 %"):
+        ask(llama, PROMPT, 2)
+        assert notes["deadlines"]["worth"] is None
+        assert notes["deadlines"]["ttft"]["level"] == 0.6
+        path.write_bytes(content)  # in place
+        llama.reset()
+        ask(llama, PROMPT, 2)
+    assert notes["deadlines"]["worth"] is not None
+    assert caplog.text.count("`llmaas deadlines learn` makes a new one") == 1
+
+
+def test_a_stopped_run_goes_on(learn, monkeypatch, capsys):
+    evaluated = []
+
+    def counted(*args, **options):
+        evaluated.append(1)
+        if len(evaluated) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    real = answering.answers_to
+    monkeypatch.setattr("llmaas_plugins.deadlines.learning.answers_to", counted)
+    assert learn() == 130
+    assert "progress was kept; the same command goes on" in capsys.readouterr().err
+    assert learn("--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(evaluated) == 3  # 24 prompts are two groups
+    resumed = report["agreement"]
+    monkeypatch.setattr(Checkpoint, "get", lambda *_: None)
+    assert learn("--json") == 0
+    assert json.loads(capsys.readouterr().out)["agreement"] == resumed
+
+
+def test_text_is_cut_into_prompts(model, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(CHATS))
+    command = ["deadlines", "learn", str(model), "--answer-tokens", "2", "--requests", "20"]
+    assert main([*command, "--text", str(text)]) == 0
+    assert "share of 20 answers whose first 2 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--app", "mail"], "--app needs the app's prompts"),
+        (["--answer-tokens", "65"], "expected at most 64"),
+        (["--requests", "100001"], "expected at most 100,000"),
+        (["--prompts", "missing.jsonl"], "cannot read missing.jsonl"),
+        (["--table", "searched"], "no table 'searched'"),
+    ],
+)
+def test_wrong_options_are_refused(model, options, problem, capsys):
+    assert main(["deadlines", "learn", str(model), *options]) == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": 3}', "line 1: expected an object with a text"),
+        ("[1]", "line 1: expected an object with a text"),
+        ("nothing", "Each line must be JSON"),
+        ('{"prompt": "\\ud800"}', "line 1: surrogates not allowed"),
+        ('{"prompt": "Once"}', "found 1 prompts, expected at least 20"),
+    ],
+)
+def test_wrong_prompts_are_refused(learn, prompts, line, problem, capsys):
+    prompts.write_text(line)
+    assert learn() == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_model_without_levels_is_refused(reference_model, capsys):
+    assert main(["deadlines", "learn", str(reference_model)]) == 2
+    assert "has no levels; `llmaas elastic prepare" in capsys.readouterr().err
