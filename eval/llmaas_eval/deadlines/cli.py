@@ -13,16 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
+from llmaas_eval.deadlines.model import write_model
 from llmaas_eval.deadlines.report import report
 from llmaas_eval.deadlines.study import APPS, KINDS, Setting, measure
-from llmaas_eval.elastic.prepared import write_uniform
-from llmaas_eval.models import SHAPE_200M, SHAPE_TINY, write_random_model
 from llmaas_eval.results import write
 from llmaas_plugins.cli.main import main as llmaas
-from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
 
 __all__ = ["main"]
 
@@ -41,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     setting = Setting(2, 40, 8, 3) if args.quick else Setting(args.requests)
     with tempfile.TemporaryDirectory() as folder:
-        model = _model(Path(folder), is_tiny=args.quick)
+        model = write_model(Path(folder), is_tiny=args.quick)
         lengths = "8,16,32,64" if args.quick else "16,32,64,128,256"
         if code := llmaas(["elastic", "profile", str(model), "--prompts", lengths]):
             return code
@@ -52,18 +49,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = write(args.output / "deadlines.json", asdict(setting), rows, report)
     sys.stdout.write(f"{text}\n")
     return 0
-
-
-# -- internals -----------------------------------------------------------------------------------
-
-
-def _model(folder: Path, *, is_tiny: bool) -> Path:
-    """Write a random model with the paper's uniform widths."""
-    source = write_random_model(folder / "random.gguf", SHAPE_TINY if is_tiny else SHAPE_200M)
-    blocks = blocks_of(source)
-    scores = Scores(
-        np.zeros((blocks.n_layers, blocks.n_groups)),
-        np.zeros((blocks.n_layers, blocks.n_ff)),
-        Calibration("0" * 64, 0, 0, "none"),
-    )
-    return write_uniform(source, folder / "random.elastic.gguf", scores)

@@ -1,0 +1,212 @@
+"""Requests sent at their times of arrival, whether or not earlier ones were answered (open loop).
+
+The client measures: the time to the first token from the request's time of arrival, and the mean
+time of each further token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from llmaas_eval.deadlines.loaded.service import KEYS, Service
+
+__all__ = ["Answer", "Call", "Limits", "ask", "send"]
+
+_TIMEOUT_S = 3600.0
+_BIAS = 100.0
+"""Logit bias of the word that all answers consist of, so that they have equal lengths."""
+_DATA, _DONE = b"data: ", b"[DONE]"
+
+
+class Limits(NamedTuple):
+    """Promise of a request in ms."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+class Call(NamedTuple):
+    """A request as a system gets it.
+
+    Attributes:
+        number: Place in the trace.
+        app: Name of the app.
+        prompt: Text.
+        n_answer: Tokens of the answer.
+        word: Token that the answer repeats.
+        limits: Limits to judge by.
+        names_promise: Whether the request names its limits.
+        levels: Levels of prompt and answer that the request asks for; None for none.
+        at_s: Time of arrival in seconds.
+    """
+
+    number: int
+    app: str
+    prompt: str
+    n_answer: int
+    word: int
+    limits: Limits
+    names_promise: bool
+    levels: tuple[float, float] | None
+    at_s: float = 0.0
+
+
+class Answer(NamedTuple):
+    """Measured answer to a call.
+
+    Attributes:
+        number: Place in the trace.
+        ttft_ms: Time from the arrival to the first token; None if there was none.
+        tpot_ms: Mean time of each further token; None if there was none.
+        n_tokens: Number of tokens.
+        error: Reason why the answer is incomplete; None if it is complete.
+    """
+
+    number: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    n_tokens: int
+    error: str | None
+
+    def met(self, limits: Limits) -> tuple[bool, bool]:
+        """Return whether both limits were met. An incomplete answer meets neither."""
+        if self.error is not None or self.ttft_ms is None or self.tpot_ms is None:
+            return False, False
+        return self.ttft_ms <= limits.ttft_ms, self.tpot_ms <= limits.tpot_ms
+
+
+def ask(service: Service, call: Call, start: float | None = None) -> Answer:
+    """Send a call and measure its answer.
+
+    Args:
+        service: Service to ask.
+        call: Call.
+        start: Value of ``time.perf_counter`` from which ``at_s`` counts; None for now.
+    """
+    came = time.perf_counter() if start is None else start + call.at_s
+    times: list[float] = []
+    try:
+        for _ in _tokens(service, call):
+            times.append(time.perf_counter())
+        error = None if len(times) == call.n_answer else f"{len(times)} of {call.n_answer} tokens"
+    except (OSError, http.client.HTTPException, ValueError) as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    ttft_ms = 1000 * (times[0] - came) if times else None
+    n_others = len(times) - 1
+    tpot_ms = 1000 * (times[-1] - times[0]) / n_others if n_others > 0 else None
+    return Answer(call.number, ttft_ms, tpot_ms, len(times), error)
+
+
+def send(
+    service: Service,
+    calls: Sequence[Call],
+    most_missed: int | None = None,
+    progress: Callable[[], object] = lambda: None,
+) -> list[Answer] | None:
+    """Send calls at their times; return the answers in the calls' order.
+
+    Args:
+        service: Service to ask.
+        calls: Calls in the order of their arrival.
+        most_missed: Calls that may miss a limit before sending ends early; None for all.
+        progress: Called after each answer.
+
+    Returns:
+        The answers, or None if sending ended early. The service is stopped then.
+    """
+    state = _State(most_missed)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(calls)) as pool:
+
+        def work(call: Call) -> Answer:
+            answer = ask(service, call, start)
+            state.add(all(answer.met(call.limits)))
+            progress()
+            return answer
+
+        try:
+            futures = []
+            for call in calls:
+                if state.is_over.wait(max(0.0, start + call.at_s - time.perf_counter())):
+                    break
+                futures.append(pool.submit(work, call))
+            while not state.is_over.is_set() and not all(one.done() for one in futures):
+                state.is_over.wait(0.05)
+        except BaseException:
+            service.stop()  # so that threads that wait for an answer end
+            raise
+        if state.is_over.is_set():
+            service.stop()
+            return None
+        return [future.result() for future in futures]
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _State:
+    """Missed calls so far, which may end the sending."""
+
+    most_missed: int | None
+    n_missed: int = 0
+    is_over: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, is_met: bool) -> None:  # noqa: FBT001  one value of one answer
+        with self._lock:
+            self.n_missed += not is_met
+            if self.most_missed is not None and self.n_missed > self.most_missed:
+                self.is_over.set()
+
+
+def _tokens(service: Service, call: Call) -> Any:
+    """Yield the tokens' texts as they arrive.
+
+    Raises:
+        OSError: The connection failed.
+        HTTPException: The server ended the answer.
+        ValueError: The server refused the call.
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=_TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", _body(call), _headers(call))
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK:
+            raise ValueError(f"status {response.status}: {response.read()[:500]!r}")
+        for line in response:
+            if line.startswith(_DATA) and not line.startswith(_DATA + _DONE):
+                piece = json.loads(line[len(_DATA) :])
+                if "error" in piece:
+                    raise ValueError(str(piece["error"]))
+                if piece["choices"][0]["text"]:
+                    yield piece["choices"][0]["text"]
+
+
+def _headers(call: Call) -> dict[str, str]:
+    found = {"Content-Type": "application/json", "Authorization": f"Bearer {KEYS[call.app]}"}
+    if call.names_promise:
+        ttft_ms, tpot_ms = call.limits
+        found["X-LLMaaS-SLO"] = f"{ttft_ms:.3f} ms/{tpot_ms:.3f} ms"
+    return found
+
+
+def _body(call: Call) -> bytes:
+    body: dict[str, Any] = {
+        "prompt": call.prompt,
+        "max_tokens": call.n_answer,
+        "temperature": 0.0,
+        "stream": True,
+        "logit_bias": {str(call.word): _BIAS},
+    }
+    if call.levels is not None:
+        body["level"] = dict(zip(("prefill", "decode"), call.levels, strict=True))
+    return json.dumps(body).encode()
