@@ -66,6 +66,12 @@ class Served(NamedTuple):
         """Whether both limits were kept."""
         return self.has_ttft and self.has_tpot
 
+    @property
+    def has_silent_miss(self) -> bool:
+        """Whether a limit was missed that the service did not flag."""
+        kept = {"ttft": self.has_ttft, "tpot": self.has_tpot}
+        return any(not is_kept and name not in self.infeasible for name, is_kept in kept.items())
+
 
 class Probe(NamedTuple):
     """Result of a trace at a rate.

@@ -1,0 +1,166 @@
+"""Narrowed models of other papers, each at the shares of the weights that our levels have.
+
+They are corrected: a method that leaves out layers keeps the next larger number of them, and the
+whole model at 100 %. They are made for one model and calibrated on the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_eval.elastic.engine import Variant, readings
+from llmaas_eval.elastic.scores import layers_to_drop, llm_pruner_scores
+from llmaas_eval.elastic.sizes import kept_layers
+from llmaas_eval.elastic.texts import Windows
+from llmaas_plugins.elastic.prepared_file import write_reordered
+from llmaas_plugins.elastic.reordering import order_by
+from llmaas_plugins.elastic.uniform import step_of, uniform_widths
+from llmaas_plugins.elastic.units import Blocks, Widths, blocks_of, without_layers
+
+__all__ = ["BASELINES", "LEFT_OUT", "Source"]
+
+LEFT_OUT: Mapping[str, str] = {
+    "PFS": "models trained from scratch at 20 to 60 % of the blocks are not trained here",
+    "LLMLingua-2 + contextual sparsity": "it needs a compressor of prompts, which is not built here",
+}
+"""Baselines of the paper that are not measured, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Model to narrow.
+
+    Attributes:
+        path: GGUF file, in F16 so that torch computes it.
+        levels: Shares of the blocks' weights, widest first.
+        calibration: Text to score importance on.
+        folder: Folder for model files.
+    """
+
+    path: Path
+    levels: Sequence[float]
+    calibration: Windows
+    folder: Path
+
+    @property
+    def blocks(self) -> Blocks:
+        """Units of the model."""
+        return blocks_of(self.path)
+
+
+Variants = Iterator[tuple[Sequence[float], Variant]]
+"""Variants, each with the shares that its levels serve."""
+
+
+def _llm_pruner(source: Source) -> Variants:
+    """Yield LLM-Pruner's order and grouping, in equal widths but for its first and last layer."""
+    blocks, path = source.blocks, source.folder / "llm-pruner.gguf"
+    scores = llm_pruner_scores(source.path, source.calibration)
+    for _ in write_reordered(source.path, path, order_by(blocks, scores)):
+        pass
+    ends = np.zeros(blocks.n_layers)
+    ends[[0, -1]] = 1
+    widths = uniform_widths(blocks, source.levels, ends, step_of(blocks))
+    yield source.levels, Variant(path, blocks, widths)
+
+
+def _by_loss(source: Source) -> Variants:
+    """Yield the model without the layers whose absence raises the loss least (LE)."""
+    blocks = source.blocks
+    absent = [without_layers(blocks, [layer]) for layer in range(blocks.n_layers)]
+    found = readings(source.path, Variant(source.path, blocks, absent), source.calibration, "LE")
+    order = np.argsort([reading.nats.mean() for reading in found], kind="stable").tolist()
+    yield source.levels, Variant(source.path, blocks, _without(source, order))
+
+
+def _shortgpt(source: Source) -> Variants:
+    """Yield the model without the layers that change their input least (ShortGPT)."""
+    order = layers_to_drop(source.path, source.calibration)
+    yield source.levels, Variant(source.path, source.blocks, _without(source, order))
+
+
+def _attention_drop(source: Source) -> Variants:
+    """Yield the model without attention first, then without MLPs, least influence first."""
+    blocks = source.blocks
+    attention, mlp = _influences(source)
+    order = [("groups", layer) for layer in np.argsort(attention, kind="stable").tolist()]
+    order += [("neurons", layer) for layer in np.argsort(mlp, kind="stable").tolist()]
+    widths, i = [], 0
+    kept = without_layers(blocks, [])
+    for level in source.levels:
+        while True:
+            after = _dropped(kept, *order[i])
+            if blocks.share(after) < level - 1e-9:
+                break  # the next larger share, in the method's favor
+            kept, i = after, i + 1
+        widths.append(kept)
+    yield source.levels, Variant(source.path, blocks, widths)
+
+
+def _laco(source: Source) -> Variants:
+    """Yield models whose layers were merged into the layer before them (LaCo)."""
+    from llmaas_eval.elastic.laco import write_merged
+
+    blocks = source.blocks
+    n_kept = {level: kept_layers(blocks, level).n for level in source.levels}
+    for n in sorted({*n_kept.values()}, reverse=True):
+        path = source.path
+        if n < blocks.n_layers:
+            path = write_merged(
+                source.path, source.folder / f"laco-{n}.gguf", n, source.calibration
+            )
+        yield [level for level in source.levels if n_kept[level] == n], Variant(path)
+
+
+BASELINES: Mapping[str, Callable[[Source], Variants]] = {
+    "LLM-Pruner": _llm_pruner,
+    "LE": _by_loss,
+    "LaCo": _laco,
+    "ShortGPT": _shortgpt,
+    "AttnDrop": _attention_drop,
+}
+"""Function that makes each baseline's models."""
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _without(source: Source, order: Sequence[int]) -> list[Widths]:
+    """Return the widths of each level without the first layers of an order."""
+    blocks = source.blocks
+    n_kept = [kept_layers(blocks, level).n for level in source.levels]
+    return [without_layers(blocks, order[: blocks.n_layers - n]) for n in n_kept]
+
+
+def _dropped(widths: Widths, part: str, layer: int) -> Widths:
+    """Return widths without the attention, or the MLP, of one more layer."""
+    groups, neurons = widths.groups.copy(), widths.neurons.copy()
+    (groups if part == "groups" else neurons)[layer] = 0
+    return Widths(groups, neurons)
+
+
+def _influences(source: Source) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return 1 minus the mean cosine similarity of input and output, of attention and of MLPs."""
+    import torch
+
+    from llmaas_plugins.elastic.torch_model import Decoder
+
+    decoder = Decoder(source.path)
+    x = decoder.embed(source.calibration.astype(np.int32))
+    found = np.empty((2, decoder.blocks.n_layers))
+    for layer in range(decoder.blocks.n_layers):
+        weights = dict(decoder.weights(layer))
+        down = weights["ffn_down.weight"]
+        no_mlp = weights | {"ffn_down.weight": torch.zeros_like(down)}
+        with torch.no_grad():
+            between = torch.stack([decoder.block(layer, no_mlp, each) for each in x])
+            after = torch.stack([decoder.block(layer, weights, each) for each in x])
+        for part, (before, behind) in enumerate(((x, between), (between, after))):
+            found[part, layer] = 1 - float(torch.cosine_similarity(before, behind, dim=-1).mean())
+        x = after
+    return found[0], found[1]

@@ -1,0 +1,196 @@
+"""Tables of promises that were kept under load, and of the answers' quality."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmaas_eval.deadlines.loaded.systems import SYSTEMS
+from llmaas_eval.deadlines.loaded.traces import APP_NAMES
+from llmaas_eval.stats import mean_interval
+from llmaas_eval.tables import (
+    Maker,
+    NoRowsError,
+    Output,
+    Table,
+    as_markdown,
+    number,
+    percent,
+    spread,
+)
+
+__all__ = ["NOTE", "TABLES", "report"]
+
+NOTE = (
+    "Times are those of a random model of a 200 M shape, and answers those of a model of 7 M "
+    "weights at the same levels: quality and times come from different models. A system that "
+    "narrows the model as other papers do takes the time of our level of the same share."
+)
+_OURS = "ours"
+_RIVALS = ("fifo-constant", "edf-constant")
+
+_Row = Mapping[str, Any]
+
+
+def report(document: Output) -> str:
+    """Return all tables that the output has rows for, and how to read them."""
+    return f"{as_markdown(TABLES, [document])}\n\n{NOTE}"
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def _goodput(outputs: Sequence[Output]) -> Table:
+    """Show the highest rate at which 90 % of all requests keep both limits."""
+    rows = _rows(outputs, "goodput")
+    rates = {(row["system"], row["kind"], row["alpha"]): row["rate"] for row in rows}
+    lines = []
+    for row in rows:
+        case = row["kind"], row["alpha"]
+        rivals = [_ratio(row["rate"], rates.get((rival, *case))) for rival in _RIVALS]
+        rate = "none" if row["rate"] is None else number(row["rate"])
+        lines.append(
+            [_label(row), row["kind"], _alpha(row), percent(row["possible"]), rate, *rivals]
+        )
+    heads = ["system", "prompts", "α", "possible when idle", "goodput, requests/s"]
+    return Table([*heads, *(f"over {rival}" for rival in _RIVALS)], lines, "llrrrrr")
+
+
+def _loaded(outputs: Sequence[Output]) -> Table:
+    """Show how many promises each system keeps at each rate, by app."""
+    lines = []
+    for row in sorted(_rows(outputs, "probe"), key=_order):
+        apps = row["apps"].values()
+        n = sum(each["n"] for each in apps)
+        cells = [_label(row), row["kind"], _alpha(row), number(row["rate"])]
+        cells += [_share(row["apps"][app], "both") for app in APP_NAMES]
+        cells += [
+            percent(sum(each[name] for each in apps) / n, 1)
+            for name in ("ttft", "tpot", "both", "silent")
+        ]
+        lines.append(cells)
+    heads = ["system", "prompts", "α", "requests/s", *APP_NAMES]
+    heads += ["first token", "further tokens", "both", "missed unflagged"]
+    return Table(heads, lines, "ll".ljust(len(heads), "r"))
+
+
+def _rates(outputs: Sequence[Output]) -> Table:
+    """Show the share of requests that keep both limits, by system and rate."""
+    met: dict[tuple[str, str, float], dict[float, float]] = {}
+    for row in _rows(outputs, "probe"):
+        apps = row["apps"].values()
+        share = sum(each["both"] for each in apps) / sum(each["n"] for each in apps)
+        met.setdefault((row["system"], row["kind"], row["alpha"]), {})[row["rate"]] = share
+    rates = sorted({rate for found in met.values() for rate in found})
+    if len(rates) < 2:
+        raise NoRowsError("probes at two or more rates are needed")
+    lines = [
+        [
+            SYSTEMS[system].label,
+            kind,
+            number(alpha, 2),
+            *(percent(found[rate]) if rate in found else "" for rate in rates),
+        ]
+        for (system, kind, alpha), found in met.items()
+    ]
+    heads = ["system", "prompts", "α", *(f"{number(rate)}/s" for rate in rates)]
+    return Table(heads, lines, "ll".ljust(len(heads), "r"))
+
+
+def _quality(outputs: Sequence[Output]) -> Table:
+    """Show how good the answers are; an answer that came late counts as wrong."""
+    rows = _rows(outputs, "quality")
+    lines = [_quality_line(row, rows) for row in rows]
+    lines += [_quality_line(row, pooled) for pooled in [_pooled(rows)] for row in pooled]
+    heads = ["model", "system", "prompts", "α", "requests/s", "requests", "in time"]
+    heads += ["agrees", "right", "nats over whole", "ours − it: agrees", "ours − it: right"]
+    return Table(heads, lines, "lll".ljust(len(heads), "r"))
+
+
+TABLES: Mapping[str, Maker] = {
+    "deadlines-goodput": _goodput,
+    "deadlines-loaded": _loaded,
+    "deadlines-rates": _rates,
+    "deadlines-quality": _quality,
+}
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _rows(outputs: Sequence[Output], kind: str) -> list[_Row]:
+    """Return the rows of a kind; of equal ones in several outputs, the last counts."""
+    keys = ("model", "by", "system", "kind", "alpha", "rate")
+    found = {
+        tuple(row.get(key) for key in keys if (kind, key) != ("goodput", "rate")): row
+        for output in outputs
+        for row in output["rows"]
+        if row["row"] == kind
+    }
+    if not found:
+        raise NoRowsError(f"no rows of {kind}")
+    return [*found.values()]
+
+
+def _order(row: _Row) -> tuple[Any, ...]:
+    return row["kind"], row["alpha"], row["rate"], list(SYSTEMS).index(row["system"])
+
+
+def _label(row: _Row) -> str:
+    by = row.get("by", row["system"])
+    return SYSTEMS[by].label if by in SYSTEMS else f"{by}, FIFO at one level"
+
+
+def _alpha(row: _Row) -> str:
+    return "all" if row["alpha"] is None else number(row["alpha"], 2)
+
+
+def _ratio(rate: float | None, base: float | None) -> str:
+    return "" if rate is None or base is None else f"{number(rate / base, 2)}×"
+
+
+def _share(counts: Mapping[str, int], name: str) -> str:
+    return percent(counts[name] / counts["n"]) if counts["n"] else ""
+
+
+def _quality_line(row: _Row, rows: Sequence[_Row]) -> list[str]:
+    ours = next((other for other in rows if other["by"] == _OURS and _is_same(other, row)), None)
+    met, agrees, right, nats = (
+        np.array(row[name], float) for name in ("is_met", "agrees", "right", "nats")
+    )
+    rate = "" if row["rate"] is None else number(row["rate"])
+    cells = [row["model"], _label(row), row["kind"], _alpha(row), rate, str(len(met))]
+    cells += [percent(float(each.mean()), 1) for each in (met, agrees, right)]
+    cells.append(number(float(nats.mean()), 3))
+    for name, own in (("agrees", agrees), ("right", right)):
+        is_compared = ours is not None and row["by"] != _OURS
+        gain = 100 * (np.array(ours[name], float) - own) if ours and is_compared else None
+        cells.append("" if gain is None else spread(mean_interval(gain), 1))
+    return cells
+
+
+def _is_same(one: _Row, other: _Row) -> bool:
+    keys = ("model", "kind", "alpha", "rate")
+    return all(one[key] == other[key] for key in keys)
+
+
+def _pooled(rows: Sequence[_Row]) -> list[_Row]:
+    """Return rows that join the mixes of apps, at the rates at which ours was measured, too."""
+    groups: dict[tuple[str, ...], list[_Row]] = {}
+    for row in rows:
+        if any(other["by"] == _OURS and _is_same(other, row) for other in rows):
+            groups.setdefault((row["model"], row["by"], row["system"], row["kind"]), []).append(row)
+    mixes = {key: [(row["alpha"], row["rate"]) for row in some] for key, some in groups.items()}
+    return [
+        {**some[0], "alpha": None, "rate": None} | dict(_joined(some))
+        for key, some in groups.items()
+        if len({alpha for alpha, _ in mixes[key]}) > 1
+        and mixes[key] == mixes.get((key[0], _OURS, _OURS, key[3]))
+    ]
+
+
+def _joined(rows: Sequence[_Row]) -> Iterator[tuple[str, list[float]]]:
+    for name in ("is_met", "agrees", "right", "nats"):
+        yield name, [value for row in rows for value in row[name]]

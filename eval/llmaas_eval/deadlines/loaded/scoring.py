@@ -1,0 +1,199 @@
+"""Choices of a model among the texts of a question's choices, with a level for prompt and answer.
+
+A choice counts by the mean log probability of its tokens, as in ElastiLM's evaluation. The first
+token is predicted by the prompt, at its level; all others at the answer's level.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from llmaas_eval.batches import loaded
+from llmaas_eval.elastic.engine import FULL, Claimer, Variant
+from llmaas_hooks.native import NativeContext
+from llmaas_plugins import activate
+from llmaas_plugins.model.forward import log_softmax
+
+__all__ = ["Item", "Scores", "scores"]
+
+_N_CTX = 8192
+_PROMPT, _FIRST_CHOICE = 0, 1
+"""Sequences: the prompt, each choice, and after these the common beginning at each level."""
+
+
+class Item(NamedTuple):
+    """Tokens of a question.
+
+    Attributes:
+        prompt: Tokens of the prompt, with the token that begins it.
+        lead: Tokens of the answer before the choice, which are given.
+        choices: Tokens of each choice.
+        choice: Index of the right one.
+    """
+
+    prompt: Sequence[int]
+    lead: Sequence[int]
+    choices: Sequence[Sequence[int]]
+    choice: int
+
+
+class Scores(NamedTuple):
+    """Answers by question, level of the prompt, and level of the answer; int32 and float32.
+
+    Attributes:
+        choice: Index of the likeliest choice; -1 where nothing was evaluated.
+        nats: Mean -log p of the right choice's tokens.
+    """
+
+    choice: NDArray[np.int32]
+    nats: NDArray[np.float32]
+
+
+def scores(
+    variant: Variant, items: Sequence[Item], *, only_equal: bool = False, name: str = ""
+) -> Scores:
+    """Answer questions with all pairs of levels.
+
+    Args:
+        variant: Model and widths by level; without widths, the whole model is the only level.
+        items: Questions.
+        only_equal: Whether prompt and answer always have the same level.
+        name: Label of the progress bar.
+    """
+    n_levels = len(variant.levels) or 1
+    shape = len(items), n_levels, n_levels
+    found = Scores(np.full(shape, -1, np.int32), np.full(shape, np.nan, np.float32))
+    n_choices = max(len(item.choices) for item in items)
+    begin = _common([item.prompt for item in items])
+    with _opened(variant, _FIRST_CHOICE + n_choices + n_levels) as engine:
+        first = _FIRST_CHOICE + n_choices
+        for level in range(n_levels):
+            engine.decode([(begin, 0, first + level)], level)
+        for i, item in enumerate(tqdm(items, desc=name, unit="question", disable=None)):
+            for prefill in range(n_levels):
+                engine.begin(first + prefill, len(begin))
+                rest = [*item.prompt[len(begin) :]]
+                (after,) = engine.decode([(rest, len(begin), _PROMPT)], prefill)
+                for decode in [prefill] if only_equal else range(n_levels):
+                    logs = engine.choices(item, after[-1], decode)
+                    found.choice[i, prefill, decode] = int(np.argmax(logs))
+                    found.nats[i, prefill, decode] = -logs[item.choice]
+    return found
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+class _Engine:
+    """A context whose sequences share cells, at a level that can be chosen for each batch."""
+
+    def __init__(self, ctx: int, native: NativeContext, *, has_levels: bool) -> None:
+        self._ctx, self._native, self._has_levels = ctx, native, has_levels
+        self._memory = llama_cpp.llama_get_memory(ctx)
+        vocab = llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(ctx))
+        self._n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
+
+    def begin(self, source: int, n_tokens: int) -> None:
+        """Let the prompt's sequence begin with the cells of another one."""
+        llama_cpp.llama_memory_seq_rm(self._memory, _PROMPT, -1, -1)
+        llama_cpp.llama_memory_seq_cp(self._memory, source, _PROMPT, 0, n_tokens)
+
+    def choices(self, item: Item, after: NDArray[np.float32], level: int) -> NDArray[np.float64]:
+        """Return the mean log probability of each choice's tokens, after the prompt's sequence."""
+        texts = [[*item.lead, *choice] for choice in item.choices]
+        start, n_lead = len(item.prompt), len(item.lead)
+        parts = [
+            (text[:-1], start, _FIRST_CHOICE + i) for i, text in enumerate(texts) if len(text) > 1
+        ]
+        for _, _, sequence in parts:
+            llama_cpp.llama_memory_seq_cp(self._memory, _PROMPT, sequence, 0, start)
+        rows = dict(
+            zip((part[2] - _FIRST_CHOICE for part in parts), self.decode(parts, level), strict=True)
+        )
+        for _, _, sequence in parts:
+            llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        found = []
+        for i, text in enumerate(texts):
+            logs = [after[None], *([rows[i]] if i in rows else [])]
+            predicted = np.concatenate(logs)[np.arange(len(text)), text]
+            found.append(float(predicted[n_lead:].mean()))
+        return np.array(found)
+
+    def decode(
+        self, parts: Sequence[tuple[Sequence[int], int, int]], level: int
+    ) -> list[NDArray[np.float32]]:
+        """Evaluate tokens; return log probabilities after each, an array for each part.
+
+        Args:
+            parts: Tokens, position of the first one, and sequence.
+            level: Index of the level.
+
+        Raises:
+            RuntimeError: ``llama_decode`` failed.
+        """
+        n_tokens = sum(len(tokens) for tokens, _, _ in parts)
+        if not n_tokens:
+            return []
+        self._native.level = level if self._has_levels else FULL
+        batch = llama_cpp.llama_batch_init(n_tokens, 0, 1)
+        try:
+            _fill(batch, parts)
+            status = llama_cpp.llama_decode(self._ctx, batch)
+        finally:
+            llama_cpp.llama_batch_free(batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status} for {n_tokens} tokens")
+        rows = llama_cpp.llama_get_logits(self._ctx)
+        logs = log_softmax(np.ctypeslib.as_array(rows, shape=(n_tokens, self._n_vocab)))
+        ends = np.cumsum([len(tokens) for tokens, _, _ in parts])[:-1]
+        return np.split(logs, ends)
+
+
+def _fill(batch: Any, parts: Sequence[tuple[Sequence[int], int, int]]) -> None:
+    batch.n_tokens = i = 0
+    for tokens, start, sequence in parts:
+        for position, token in enumerate(tokens, start):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.logits[i] = True
+            i += 1
+    batch.n_tokens = i
+
+
+def _common(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens that all prompts begin with, short of a whole prompt."""
+    shortest = min(map(len, prompts)) - 1
+    rows = np.array([prompt[:shortest] for prompt in prompts])
+    is_same = (rows == rows[0]).all(axis=0)
+    n = shortest if is_same.all() else int(is_same.argmin())
+    return [*prompts[0][:n]]
+
+
+@contextlib.contextmanager
+def _opened(variant: Variant, n_sequences: int) -> Iterator[_Engine]:
+    claimer = Claimer()
+    claimer.claims = variant.claims()
+    with (
+        activate({"plugins": {}, "on_error": "raise"}, {"eval": claimer}),
+        loaded(Path(variant.path)) as model,
+    ):
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = _N_CTX
+        params.n_seq_max, params.kv_unified = n_sequences, True
+        params.n_threads = params.n_threads_batch = 1
+        params.flash_attn_type = 1
+        ctx = llama_cpp.llama_init_from_model(model, params)
+        if ctx is None:
+            raise RuntimeError(f"llama.cpp made no context of {_N_CTX} tokens for {variant.path}")
+        try:
+            yield _Engine(ctx, claimer.contexts[-1], has_levels=bool(variant.levels))
+        finally:
+            llama_cpp.llama_free(ctx)
