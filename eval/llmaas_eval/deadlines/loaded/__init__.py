@@ -1,1 +1,1 @@
-"""Promises of latency under load: traces of six apps, served by ``llmaas serve`` in several ways."""
+"""Promises of latency under load: traces of six apps, which several systems serve."""

@@ -49,7 +49,7 @@ def answered(
     kept = Kept(folder / "answers")
     used = {app: _used(probes, app) for app in APP_NAMES}
     for name, model, items in _models(plan, apps, used, folder):
-        ours = _ours(kept, name, model, items, used, folder)
+        ours = _ours(kept, name, model, items, used, folder, is_quick=plan.is_tiny)
         yield from (_row(name, probe, probe.case.system, ours) for probe in done)
         ones = [probe for probe in done if probe.case.system == _ONE_LEVEL]
         for method in BASELINES if ones else ():
@@ -72,9 +72,11 @@ def _models(
     """Yield each model's name, file, and its questions by app."""
     packaged = reference_model_path()
     with tokenizer(packaged) as llama:
-        yield "packaged", packaged, {
-            app: app_items(apps[app], used[app], llama) for app in APP_NAMES
-        }
+        yield (
+            "packaged",
+            packaged,
+            {app: app_items(apps[app], used[app], llama) for app in APP_NAMES},
+        )
     if plan.n_tuned:
         from llmaas_eval.tasks.tuning import tune
 
@@ -99,12 +101,11 @@ def _ours(  # noqa: PLR0913, PLR0917  the parts of a model's answers
     items: Mapping[str, Sequence[Item]],
     used: Mapping[str, Sequence[int]],
     folder: Path,
+    *,
+    is_quick: bool,
 ) -> dict[str, AppScores]:
     """Answer with all pairs of levels of the model that ``llmaas elastic prepare`` writes."""
-    prepared = folder / "models" / f"{name}.elastic.gguf"
-    prepared.parent.mkdir(exist_ok=True)
-    if not prepared.exists() and llmaas(["elastic", "prepare", str(model), "-o", str(prepared)]):
-        raise RuntimeError(f"{model} cannot be prepared")
+    prepared = _prepared(name, model, folder / "models", is_quick=is_quick)
     variant = default_variant(prepared, LEVELS)
     found: dict[str, AppScores] = {}
     for app, some in items.items():
@@ -118,6 +119,19 @@ def _ours(  # noqa: PLR0913, PLR0917  the parts of a model's answers
             scores.nats[:, 0, 0].tolist(),
         )
     return found
+
+
+def _prepared(name: str, model: Path, folder: Path, *, is_quick: bool) -> Path:
+    """Return the file that ``llmaas elastic prepare`` writes; make it if it is missing."""
+    folder.mkdir(exist_ok=True)
+    path, partial = folder / f"{name}.elastic.gguf", folder / f"{name}.preparing.gguf"
+    if not path.exists():
+        command = ["elastic", "prepare", str(model), "-o", str(partial)]
+        command += ["--scores", str(folder / f"{name}.scores.npz")]
+        if llmaas([*command, *(["--no-search"] if is_quick else [])]):
+            raise RuntimeError(f"{model} cannot be prepared")
+        partial.replace(path)  # before the end, it has only the uniform widths
+    return path
 
 
 def _theirs(  # noqa: PLR0913, PLR0917  the parts of a model's answers

@@ -26,7 +26,7 @@ __all__ = ["BASELINES", "LEFT_OUT", "Source"]
 
 LEFT_OUT: Mapping[str, str] = {
     "PFS": "models trained from scratch at 20 to 60 % of the blocks are not trained here",
-    "LLMLingua-2 + contextual sparsity": "it needs a compressor of prompts, which is not built here",
+    "LLMLingua-2 + contextual sparsity": "it needs a compressor of prompts, which is not built",
 }
 """Baselines of the paper that are not measured, and why."""
 

@@ -208,7 +208,7 @@ def _warm_up(
     raise RuntimeError("no request was planned; are `deadlines` and `elastic` on?")
 
 
-def _asked(  # noqa: PLR0913, PLR0917  one parameter for each part of a call
+def _asked(  # noqa: PLR0913  one parameter for each part of a call
     service: Service,
     app: str,
     prompt: str,

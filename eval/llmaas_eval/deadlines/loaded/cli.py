@@ -2,9 +2,9 @@
 
     python -m llmaas_eval.deadlines.loaded --tasks FOLDER --out loaded
 
-It sends traces of ElastiLM's six apps to ``llmaas serve``, at their times of arrival, and counts the
-promises that are kept. Times are those of a random model of a 200 M shape; the quality of answers is
-that of the packaged model, and of a copy of it that is tuned to tasks. Parts:
+It sends traces of ElastiLM's six apps to ``llmaas serve``, at their times of arrival, and counts
+the promises that are kept. Times are those of a random model of a 200 M shape. The quality of
+answers is that of the packaged model, and of a copy of it that is tuned to tasks. Parts:
 
     goodput    highest arrival rate at which 90 % of all requests keep both limits
     half       highest rate at which FIFO at constant levels keeps half; all systems at that rate
@@ -67,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", type=Path, metavar="FOLDER", help="folder with the apps' sets; default: text "
         "that is packaged, for times only")  # fmt: skip
     add("--out", type=Path, default=Path("loaded"), help="folder for files; default %(default)s")
-    add("--parts", nargs="+", choices=PARTS, default=["goodput", "half"], help="default %(default)s")
+    add(
+        "--parts", nargs="+", choices=PARTS, default=["goodput", "half"], help="default %(default)s"
+    )
     add("--systems", nargs="+", choices=[*SYSTEMS], default=["fifo-whole", "fifo-constant"],
         help="default %(default)s")  # fmt: skip
     add("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="prompts; default both")

@@ -19,6 +19,7 @@ from llmaas_plugins.elastic.latency import Latency
 __all__ = ["Idle", "Size", "Times", "constant_levels", "possible_share", "times_of"]
 
 _QUANTILE = 0.95
+_ROUNDING = 1e-9
 
 
 class Size(NamedTuple):
@@ -53,7 +54,7 @@ class Times(NamedTuple):
         latency: Profile of the model.
         ttft_factor: Factor of the profile's times to the first token.
         tpot_factor: Factor of the profile's times of further tokens.
-        restore_ms: Time that a warm prompt takes beside the tokens that it evaluates.
+        restore_ms: Median time that a warm prompt takes beside the tokens that it evaluates.
     """
 
     latency: Latency
@@ -99,7 +100,7 @@ def times_of(latency: Latency, measured: Sequence[Idle]) -> Times:
         for one in measured
         if one.kind == "warm"
     ]
-    restore_ms = max(0.0, float(np.quantile(more, _QUANTILE))) if more else 0.0
+    restore_ms = max(0.0, float(np.median(more))) if more else 0.0
     return Times(latency, factors[0], factors[1], restore_ms)
 
 
@@ -122,10 +123,12 @@ def constant_levels(
     pairs = [*zip(sizes, limits, strict=True)]
 
     def first(level: float) -> bool:
-        return _mostly([times.ttft_ms(level, size, kind) <= most.ttft_ms for size, most in pairs])
+        return _mostly(
+            [_fits(times.ttft_ms(level, size, kind), most.ttft_ms) for size, most in pairs]
+        )
 
     def further(level: float) -> bool:
-        return _mostly([times.tpot_ms(level, size) <= most.tpot_ms for size, most in pairs])
+        return _mostly([_fits(times.tpot_ms(level, size), most.tpot_ms) for size, most in pairs])
 
     levels = times.latency.levels
     if is_one:
@@ -153,14 +156,16 @@ def possible_share(
     kept = 0
     for app, size in sizes:
         limits, (prefill, decode) = times.limits(promises[app], size), levels[app]
-        kept += (
-            times.ttft_ms(prefill, size, kind) <= limits.ttft_ms
-            and times.tpot_ms(decode, size) <= limits.tpot_ms
-        )
+        first_ms, further_ms = times.ttft_ms(prefill, size, kind), times.tpot_ms(decode, size)
+        kept += _fits(first_ms, limits.ttft_ms) and _fits(further_ms, limits.tpot_ms)
     return kept / len(sizes)
 
 
 # -- inside --------------------------------------------------------------------------------------
+
+
+def _fits(ms: float, most_ms: float) -> bool:
+    return ms <= most_ms * (1 + _ROUNDING)
 
 
 def _mostly(kept: Sequence[bool]) -> bool:

@@ -94,8 +94,7 @@ def ask(service: Service, call: Call, start: float | None = None) -> Answer:
     came = time.perf_counter() if start is None else start + call.at_s
     times: list[float] = []
     try:
-        for _ in _tokens(service, call):
-            times.append(time.perf_counter())
+        times.extend(time.perf_counter() for _ in _tokens(service, call))
         error = None if len(times) == call.n_answer else f"{len(times)} of {call.n_answer} tokens"
     except (OSError, http.client.HTTPException, ValueError) as problem:
         error = f"{type(problem).__name__}: {problem}"
@@ -161,7 +160,7 @@ class _State:
     is_over: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, is_met: bool) -> None:  # noqa: FBT001  one value of one answer
+    def add(self, is_met: bool) -> None:
         with self._lock:
             self.n_missed += not is_met
             if self.most_missed is not None and self.n_missed > self.most_missed:

@@ -33,13 +33,15 @@ def _draw_rates(probes: Sequence[Mapping[str, Any]], path: Path) -> None:
     for (kind, alpha), axes in zip(places, panels, strict=True):
         axes.axhline(90, color="gray", linestyle=":")
         for name, system in SYSTEMS.items():
-            some = [r for r in probes if (r["system"], r["kind"], r["alpha"]) == (name, kind, alpha)]
+            some = [
+                r for r in probes if (r["system"], r["kind"], r["alpha"]) == (name, kind, alpha)
+            ]
             some.sort(key=lambda row: row["rate"])
             if some:
                 shares = [_share(row["apps"].values()) for row in some]
                 axes.plot([row["rate"] for row in some], shares, "o-", label=system.label)
         axes.set(
-            title=f"{kind} prompts, α = {alpha:g}", xlabel="requests a second", xscale="log",
+            title=f"{kind} prompts, alpha = {alpha:g}", xlabel="requests a second", xscale="log",
             ylabel="both limits kept (%)", ylim=(0, 103),
         )  # fmt: skip
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
@@ -53,10 +55,12 @@ def _draw_quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for place, axes in zip(places, figure.subplots(1, len(places), squeeze=False)[0], strict=True):
         mine = [row for row in rows if (row["model"], row["kind"], row["alpha"]) == place]
         least = min(row["rate"] for row in mine)
-        some = {row["by"]: 100 * float(np.mean(row["agrees"])) for row in mine if row["rate"] == least}
+        some = {
+            row["by"]: 100 * float(np.mean(row["agrees"])) for row in mine if row["rate"] == least
+        }
         axes.barh([*some], [*some.values()])
         axes.set(
-            title=f"{place[0]} model, {place[1]}, α = {place[2]:g}, {least:.2g}/s",
+            title=f"{place[0]} model, {place[1]}, alpha = {place[2]:g}, {least:.2g}/s",
             xlabel="agree, in time (%)", xlim=(0, 100),
         )  # fmt: skip
     figure.savefig(path, dpi=110)

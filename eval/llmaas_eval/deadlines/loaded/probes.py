@@ -138,9 +138,7 @@ class Probes:
         arrivals = self.arrivals(case.alpha)
         sizes = [(one.app, self._bench.size(one.app, one.question)) for one in arrivals]
         narrowest = self._bench.times.latency.levels[-1]
-        levels = {
-            app: self.levels(case, app, arrivals) or (narrowest, narrowest) for app in SHARES
-        }
+        levels = {app: self.levels(case, app, arrivals) or (narrowest, narrowest) for app in SHARES}
         return possible_share(self._bench.times, SHARES, levels, sizes, case.kind)
 
     def arrivals(self, alpha: float) -> list[Arrival]:
@@ -169,7 +167,7 @@ class Probes:
         system, bench = SYSTEMS[case.system], self._bench
         arrivals = self.arrivals(case.alpha)
         calls = self._calls(case, arrivals, rate)
-        label = f"{case.system}, {case.kind}, α {case.alpha:g}, {rate:.3g}/s"
+        label = f"{case.system}, {case.kind}, alpha {case.alpha:g}, {rate:.3g}/s"
         with (
             tempfile.TemporaryDirectory() as folder,
             serving(system, case.kind, bench.model, Path(folder)) as service,
@@ -206,9 +204,7 @@ class Probes:
         ]
 
 
-def _served(
-    call: Call, arrival: Arrival, answer: Answer, records: Mapping[str, Record]
-) -> Served:
+def _served(call: Call, arrival: Arrival, answer: Answer, records: Mapping[str, Record]) -> Served:
     """Join what the client measured with what the service recorded."""
     record = records.get(key_of(call.prompt))
     return Served(

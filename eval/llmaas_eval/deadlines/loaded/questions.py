@@ -86,9 +86,10 @@ def read_questions(folder: Path) -> Mapping[str, AppQuestions]:
 
 def packaged_questions() -> Mapping[str, AppQuestions]:
     """Return lines of the packaged conversations as questions, for times only: all are alike."""
-    lines = [f"{line} ({i})" for i, talk in enumerate(packaged_lines()) for line in talk]
+    lines = [line for talk in packaged_lines() for line in talk]
     found = [Question(line, ("yes", "no"), 0) for line in _unique(lines, lambda line: line)]
-    return {app: _one_set(found[i:] + found[:i]) for i, app in enumerate(SETS)}
+    starts = {app: i * len(found) // len(SETS) for i, app in enumerate(SETS)}
+    return {app: _one_set(found[start:] + found[:start]) for app, start in starts.items()}
 
 
 # -- inside --------------------------------------------------------------------------------------
@@ -98,7 +99,9 @@ def _asked(question: Question) -> str:
     return f"Question: {question.text}\nAnswer:"
 
 
-def _split(shots: Iterable[Question], questions: Iterable[Question], about: str = "") -> AppQuestions:
+def _split(
+    shots: Iterable[Question], questions: Iterable[Question], about: str = ""
+) -> AppQuestions:
     """Return questions after examples of another set."""
     shown = [one for one in shots if len(one.text) <= _LONGEST_SHOT][:_N_SHOTS]
     return _after(shown, questions, about)
@@ -163,10 +166,8 @@ def _phone_apps(path: Path) -> list[Question]:
     with path.open(encoding="utf-8", newline="") as file:
         rows = [*csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
     names = sorted({row[1] for row in rows})
-    by_app = {name: [row[0] for row in rows if row[1] == name] for name in names}
-    turns = [(text, name) for texts in zip(*by_app.values()) for text, name in zip(texts, names)]
-    rest = [(row[0], row[1]) for row in rows]
-    return [Question(_line(text), names, names.index(name)) for text, name in [*turns, *rest]]
+    first = _unique([(text, name) for text, name in rows], lambda row: row[1])
+    return [Question(_line(text), names, names.index(name)) for text, name in [*first, *rows]]
 
 
 def _line(text: str) -> str:

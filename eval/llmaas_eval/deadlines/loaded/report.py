@@ -54,7 +54,7 @@ def _goodput(outputs: Sequence[Output]) -> Table:
         lines.append(
             [_label(row), row["kind"], _alpha(row), percent(row["possible"]), rate, *rivals]
         )
-    heads = ["system", "prompts", "α", "possible when idle", "goodput, requests/s"]
+    heads = ["system", "prompts", "alpha", "possible when idle", "goodput, requests/s"]
     return Table([*heads, *(f"over {rival}" for rival in _RIVALS)], lines, "llrrrrr")
 
 
@@ -71,7 +71,7 @@ def _loaded(outputs: Sequence[Output]) -> Table:
             for name in ("ttft", "tpot", "both", "silent")
         ]
         lines.append(cells)
-    heads = ["system", "prompts", "α", "requests/s", *APP_NAMES]
+    heads = ["system", "prompts", "alpha", "requests/s", *APP_NAMES]
     heads += ["first token", "further tokens", "both", "missed unflagged"]
     return Table(heads, lines, "ll".ljust(len(heads), "r"))
 
@@ -95,7 +95,7 @@ def _rates(outputs: Sequence[Output]) -> Table:
         ]
         for (system, kind, alpha), found in met.items()
     ]
-    heads = ["system", "prompts", "α", *(f"{number(rate)}/s" for rate in rates)]
+    heads = ["system", "prompts", "alpha", *(f"{number(rate)}/s" for rate in rates)]
     return Table(heads, lines, "ll".ljust(len(heads), "r"))
 
 
@@ -104,7 +104,7 @@ def _quality(outputs: Sequence[Output]) -> Table:
     rows = _rows(outputs, "quality")
     lines = [_quality_line(row, rows) for row in rows]
     lines += [_quality_line(row, pooled) for pooled in [_pooled(rows)] for row in pooled]
-    heads = ["model", "system", "prompts", "α", "requests/s", "requests", "in time"]
+    heads = ["model", "system", "prompts", "alpha", "requests/s", "requests", "in time"]
     heads += ["agrees", "right", "nats over whole", "ours − it: agrees", "ours − it: right"]
     return Table(heads, lines, "lll".ljust(len(heads), "r"))
 

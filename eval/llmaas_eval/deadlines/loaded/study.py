@@ -120,7 +120,9 @@ def summary(probe: Probe) -> Row:
     apps = {}
     for app in APP_NAMES:
         some = [one for one in probe.served if one.app == app]
-        levels = [statistics.median(pair) for pair in zip(*(one.levels for one in some))]
+        levels = [
+            statistics.median(pair) for pair in zip(*(one.levels for one in some), strict=True)
+        ]
         apps[app] = {
             "n": len(some),
             "ttft": sum(one.has_ttft for one in some),

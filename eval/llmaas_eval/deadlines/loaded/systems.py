@@ -65,7 +65,9 @@ def config_text(system: System, kind: Kind, apps: Mapping[str, str], folder: Pat
     """
     keys = folder / "keys.toml"
     keys.touch(mode=0o600)
-    keys.write_text("".join(f"{json.dumps(app)} = {json.dumps(key)}\n" for app, key in apps.items()))
+    keys.write_text(
+        "".join(f"{json.dumps(app)} = {json.dumps(key)}\n" for app, key in apps.items())
+    )
     service = {
         "state_dir": str(folder / "state"),
         "key_file": str(keys),

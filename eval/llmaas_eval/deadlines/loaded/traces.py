@@ -53,8 +53,9 @@ class Arrival(NamedTuple):
 
 
 def counts(alpha: float, n: int) -> Mapping[str, int]:
-    """Return how many of ``n`` requests each app has: n·e^(αi) / Σ e^(αk), with i = 1 the tightest.
+    """Return how many of ``n`` requests each app has: in proportion to e^(alpha i).
 
+    The tightest app has i = 1.
     Quotas are rounded by the largest remainders, so that the sum is ``n``.
     """
     weights = np.exp(alpha * np.arange(1, len(APP_NAMES) + 1))
