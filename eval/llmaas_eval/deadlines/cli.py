@@ -18,6 +18,7 @@ from tqdm import tqdm
 from llmaas_eval.deadlines.model import write_model
 from llmaas_eval.deadlines.report import report
 from llmaas_eval.deadlines.study import APPS, KINDS, Setting, measure
+from llmaas_eval.models import SHAPE_200M, SHAPE_TINY
 from llmaas_eval.results import write
 from llmaas_plugins.cli.main import main as llmaas
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     setting = Setting(2, 40, 8, 3) if args.quick else Setting(args.requests)
     with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder), is_tiny=args.quick)
+        model = write_model(Path(folder), SHAPE_TINY if args.quick else SHAPE_200M)
         lengths = "8,16,32,64" if args.quick else "16,32,64,128,256"
         if code := llmaas(["elastic", "profile", str(model), "--prompts", lengths]):
             return code

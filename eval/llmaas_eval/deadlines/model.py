@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from llmaas_eval.elastic.prepared import write_uniform
-from llmaas_eval.models import SHAPE_200M, SHAPE_TINY, write_random_model
+from llmaas_eval.models import Shape, write_random_model
 from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
 
 __all__ = ["write_model"]
 
 
-def write_model(folder: Path, *, is_tiny: bool) -> Path:
-    """Write a random model of a 200 M shape, or a tiny one, with the paper's uniform widths."""
-    source = write_random_model(folder / "random.gguf", SHAPE_TINY if is_tiny else SHAPE_200M)
+def write_model(folder: Path, shape: Shape) -> Path:
+    """Write a random model with the paper's uniform widths."""
+    source = write_random_model(folder / "random.gguf", shape)
     blocks = blocks_of(source)
     scores = Scores(
         np.zeros((blocks.n_layers, blocks.n_groups)),

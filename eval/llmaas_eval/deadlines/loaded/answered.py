@@ -49,7 +49,7 @@ def answered(
     kept = Kept(folder / "answers")
     used = {app: _used(probes, app) for app in APP_NAMES}
     for name, model, items in _models(plan, apps, used, folder):
-        ours = _ours(kept, name, model, items, used, folder, is_quick=plan.is_tiny)
+        ours = _ours(kept, name, model, items, used, folder, is_quick=plan.shape == "tiny")
         yield from (_row(name, probe, probe.case.system, ours) for probe in done)
         ones = [probe for probe in done if probe.case.system == _ONE_LEVEL]
         for method in BASELINES if ones else ():

@@ -32,7 +32,7 @@ TASK_OF: Mapping[str, str] = {
 
 
 class Kept:
-    """Scores of models on questions, in a folder. What is there is not measured again."""
+    """Scores of models on questions, in a folder. Scores that are there are not measured again."""
 
     def __init__(self, folder: Path) -> None:
         """Keep scores in ``folder``."""

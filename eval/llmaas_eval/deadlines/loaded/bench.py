@@ -21,11 +21,14 @@ from llmaas_eval.deadlines.loaded.service import Service, serving
 from llmaas_eval.deadlines.loaded.systems import KINDS, SYSTEMS, Kind, System
 from llmaas_eval.deadlines.loaded.traces import APP_NAMES
 from llmaas_eval.deadlines.model import write_model
+from llmaas_eval.models import SHAPE_1B, SHAPE_200M, SHAPE_TINY
 from llmaas_plugins.cli.main import main as llmaas
 from llmaas_plugins.elastic.latency import Latency, latency_path
 
-__all__ = ["Bench", "opened", "replace_json", "warm_up"]
+__all__ = ["SHAPES", "Bench", "opened", "replace_json", "warm_up"]
 
+SHAPES = {"200m": SHAPE_200M, "1b": SHAPE_1B, "tiny": SHAPE_TINY}
+"""Shapes of the random model; the tiny one is only for checks."""
 _TABLE = "uniform"
 _LENGTHS = "16,32,64,128,256,512"
 _QUICK_LENGTHS = "16,64,256"
@@ -65,16 +68,14 @@ class Bench:
         return _size(self.apps[app], question, self.count)
 
 
-def opened(
-    folder: Path, apps: Mapping[str, AppQuestions], n_idle: int, *, is_tiny: bool = False
-) -> Bench:
+def opened(folder: Path, apps: Mapping[str, AppQuestions], n_idle: int, shape: str) -> Bench:
     """Make the model, its profile and the times on an idle machine, unless they are there.
 
     Args:
         folder: Folder of the study.
         apps: Questions by app.
         n_idle: Requests of each app and kind to measure on the idle service.
-        is_tiny: Whether the model is tiny, as a check only.
+        shape: One of ``SHAPES``.
 
     Raises:
         RuntimeError: The model cannot be profiled, or the service does not start.
@@ -82,9 +83,9 @@ def opened(
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "random.elastic.gguf"
     if not model.exists():
-        write_model(folder, is_tiny=is_tiny)
+        write_model(folder, SHAPES[shape])
         (folder / "random.gguf").unlink()
-    latency = _profiled(model, _QUICK_LENGTHS if is_tiny else _LENGTHS)
+    latency = _profiled(model, _QUICK_LENGTHS if shape == "tiny" else _LENGTHS)
     with contextlib.closing(Llama(str(model), vocab_only=True, verbose=False)) as llama:
         word = llama.tokenize(_WORD.encode(), add_bos=False)[-1]
     count = _counter(model)

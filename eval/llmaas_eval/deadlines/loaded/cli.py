@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "an idle service; default %(default)s")  # fmt: skip
     add("--tune-tokens", type=int, default=786_432, help="tokens to tune the copy of the packaged "
         "model on, for part `answers`; 0 leaves it out; default %(default)s")  # fmt: skip
+    add("--shape", choices=("200m", "1b"), default="200m", help="random model; default %(default)s")
     add("--pictures", type=Path, metavar="FOLDER", help="also write PNG plots to FOLDER")
     add("--quick", action="store_true", help="a dozen requests of a tiny model, as a check only")
     return parser
@@ -98,7 +99,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         n_requests=_QUICK if args.quick else args.requests,
         seed=args.seed,
         n_idle=1 if args.quick else args.idle,
-        is_tiny=args.quick,
+        shape="tiny" if args.quick else args.shape,
         n_tuned=args.tune_tokens,
         data=args.tasks.absolute().parent if args.tasks and not args.quick else None,
     )

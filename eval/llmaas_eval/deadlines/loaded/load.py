@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from llmaas_eval.deadlines.loaded.service import KEYS, Service
@@ -21,6 +20,7 @@ from llmaas_eval.deadlines.loaded.service import KEYS, Service
 __all__ = ["Answer", "Call", "Limits", "ask", "send"]
 
 _TIMEOUT_S = 3600.0
+_WAIT_S = 0.005
 _BIAS = 100.0
 """Logit bias of the word that all answers consist of, so that they have equal lengths."""
 _DATA, _DONE = b"data: ", b"[DONE]"
@@ -121,28 +121,28 @@ def send(
     Returns:
         The answers, or None if sending ended early. The service is stopped then.
     """
-    state = _State(most_missed)
     start = time.perf_counter()
+    state = _State(start, most_missed)
     with ThreadPoolExecutor(len(calls)) as pool:
 
         def work(call: Call) -> Answer:
             answer = ask(service, call, start)
-            state.add(all(answer.met(call.limits)))
+            state.end(call, is_met=all(answer.met(call.limits)))
             progress()
             return answer
 
         try:
             futures = []
             for call in calls:
-                if state.is_over.wait(max(0.0, start + call.at_s - time.perf_counter())):
+                if not state.wait(_reaching(start + call.at_s)):
                     break
+                state.begin(call)
                 futures.append(pool.submit(work, call))
-            while not state.is_over.is_set() and not all(one.done() for one in futures):
-                state.is_over.wait(0.05)
+            is_over = not state.wait(lambda: all(future.done() for future in futures))
         except BaseException:
             service.stop()  # so that threads that wait for an answer end
             raise
-        if state.is_over.is_set():
+        if is_over:
             service.stop()
             return None
         return [future.result() for future in futures]
@@ -151,20 +151,48 @@ def send(
 # -- inside --------------------------------------------------------------------------------------
 
 
-@dataclass
 class _State:
-    """Missed calls so far, which may end the sending."""
+    """Calls that were sent, and misses so far, which may end the sending."""
 
-    most_missed: int | None
-    n_missed: int = 0
-    is_over: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, start: float, most_missed: int | None) -> None:
+        self._start, self._most = start, most_missed
+        self._n_missed = 0
+        self._due: dict[int, float] = {}
+        self._lock = threading.Lock()
 
-    def add(self, is_met: bool) -> None:
+    def begin(self, call: Call) -> None:
+        """Count a call as missed from when its answer, kept to both limits, would be complete."""
+        ttft_ms, tpot_ms = call.limits
         with self._lock:
-            self.n_missed += not is_met
-            if self.most_missed is not None and self.n_missed > self.most_missed:
-                self.is_over.set()
+            self._due[call.number] = (
+                self._start + call.at_s + (ttft_ms + (call.n_answer - 1) * tpot_ms) / 1000
+            )
+
+    def end(self, call: Call, *, is_met: bool) -> None:
+        """Count an answer."""
+        with self._lock:
+            del self._due[call.number]
+            self._n_missed += not is_met
+
+    def wait(self, condition: Callable[[], bool]) -> bool:
+        """Wait until a condition holds; return False as soon as too many calls missed."""
+        while not self._has_too_many():
+            if condition():
+                return True
+            time.sleep(_WAIT_S)
+        return False
+
+    def _has_too_many(self) -> bool:
+        if self._most is None:
+            return False
+        now = time.perf_counter()
+        with self._lock:
+            late = sum(now > due for due in self._due.values())
+            return self._n_missed + late > self._most
+
+
+def _reaching(moment: float) -> Callable[[], bool]:
+    return lambda: time.perf_counter() >= moment
 
 
 def _tokens(service: Service, call: Call) -> Any:

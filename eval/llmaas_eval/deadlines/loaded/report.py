@@ -24,7 +24,7 @@ from llmaas_eval.tables import (
 __all__ = ["NOTE", "TABLES", "report"]
 
 NOTE = (
-    "Times are those of a random model of a 200 M shape, and answers those of a model of 7 M "
+    "Times are those of a random model, and answers those of a model of 7 M "
     "weights at the same levels: quality and times come from different models. A system that "
     "narrows the model as other papers do takes the time of our level of the same share."
 )

@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """Systems, traces and rates to measure.
 
     Attributes:
         parts: Some of ``PARTS``.
@@ -45,7 +45,7 @@ class Plan:
         n_requests: Requests of a trace.
         seed: Seed of the traces.
         n_idle: Requests of each app and kind that are measured on an idle service.
-        is_tiny: Whether the model is tiny, as a check only.
+        shape: Shape of the random model.
         n_tuned: Tokens to tune a copy of the packaged model on; 0 for no copy.
         data: Folder of the data sets that the copy is tuned to; None for generated requests.
     """
@@ -58,7 +58,7 @@ class Plan:
     n_requests: int
     seed: int
     n_idle: int
-    is_tiny: bool
+    shape: str
     n_tuned: int
     data: Path | None
 
@@ -76,7 +76,7 @@ def check_folder(folder: Path, plan: Plan, texts: str) -> None:
         "requests": plan.n_requests,
         "seed": plan.seed,
         "idle": plan.n_idle,
-        "tiny": plan.is_tiny,
+        "shape": plan.shape,
         "texts": texts,
     }
     if not path.exists():
@@ -95,7 +95,7 @@ def run(plan: Plan, apps: Mapping[str, AppQuestions], folder: Path) -> list[Row]
         RuntimeError: A service does not start, or fails to answer.
         ValueError: A system cannot be measured.
     """
-    bench = opened(folder, apps, plan.n_idle, is_tiny=plan.is_tiny)
+    bench = opened(folder, apps, plan.n_idle, plan.shape)
     probes = Probes(bench, folder / "probes", plan.n_requests, plan.seed)
     rows: list[Row] = []
     if "goodput" in plan.parts:
