@@ -103,7 +103,7 @@ def items(reference_model):
 
 
 def test_scores_are_mean_log_probabilities_of_the_choices(reference_model, items):
-    found = scoring.scores(Variant(reference_model), items)
+    found = scoring.scores(Variant(reference_model), items, [(0, 0)])[0, 0]
     llama = Llama(str(reference_model), n_ctx=256, logits_all=True, n_threads=1, verbose=False)
     for i, item in enumerate(items):
         means = []
@@ -114,23 +114,23 @@ def test_scores_are_mean_log_probabilities_of_the_choices(reference_model, items
             logs = logits - np.logaddexp.reduce(logits, axis=1)[:, None]
             start = len(item.prompt) - 1
             means.append(np.mean([logs[start + k, token] for k, token in enumerate(choice)]))
-        assert found.choice[i, 0, 0] == int(np.argmax(means))
-        assert found.nats[i, 0, 0] == pytest.approx(-means[item.choice], rel=0.02)
+        assert found.choice[i] == int(np.argmax(means))
+        assert found.nats[i] == pytest.approx(-means[item.choice], rel=0.02)
     llama.close()
 
 
 def test_prompt_and_answer_have_levels_of_their_own(model, items, tmp_path):
     variant = variants(model, LEVELS)["uniform"]
     kept = answers.Kept(tmp_path)
-    found = kept.scores("all", variant, items)
-    assert found.choice.shape == (2, 3, 3)
-    assert len(np.unique(found.nats[0])) == 9
-    equal = scoring.scores(variant, items, only_equal=True)
-    for level in range(3):
-        assert equal.nats[:, level, level] == pytest.approx(found.nats[:, level, level], rel=1e-3)
-    assert equal.choice[0, 0, 1] == -1
-    again = answers.Kept(tmp_path).scores("all", Variant(tmp_path / "gone.gguf"), items)
-    assert (again.nats == found.nats).all()
+    pairs = [(i, j) for i in range(3) for j in range(3)]
+    found = kept.scores("all", variant, items, pairs)
+    assert [*found] == pairs
+    assert len({float(each.nats[0]) for each in found.values()}) == 9
+    alone = scoring.scores(variant, items, [(2, 1)])
+    assert alone[2, 1].nats == pytest.approx(found[2, 1].nats, rel=1e-3)
+    again = answers.Kept(tmp_path).scores("all", Variant(tmp_path / "gone.gguf"), items, pairs[3:])
+    assert [*again] == pairs[3:]
+    assert all((again[pair].nats == found[pair].nats).all() for pair in again)
 
 
 def test_given_words_before_a_choice_do_not_count(reference_model, items):
@@ -139,8 +139,9 @@ def test_given_words_before_a_choice_do_not_count(reference_model, items):
     other = [*rest[:-1], rest[-1] + 1]
     led = scoring.Item(item.prompt, lead, [rest, other], 0)
     whole = scoring.Item(item.prompt, [], [[*lead, *rest], [*lead, *other]], 0)
-    found, base = (scoring.scores(Variant(reference_model), [one]) for one in (led, whole))
     first = scoring.Item(item.prompt, [], [lead, lead], 0)
-    nats = scoring.scores(Variant(reference_model), [first]).nats[0, 0, 0]
-    n = len(rest)
-    assert found.nats[0, 0, 0] * n + nats == pytest.approx(base.nats[0, 0, 0] * (n + 1), rel=1e-3)
+    found, base, one = (
+        scoring.scores(Variant(reference_model), [each], [(0, 0)])[0, 0].nats[0]
+        for each in (led, whole, first)
+    )
+    assert found * len(rest) + one == pytest.approx(base * (len(rest) + 1), rel=1e-3)

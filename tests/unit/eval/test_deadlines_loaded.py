@@ -18,7 +18,7 @@ from llmaas_eval.deadlines.loaded.limits import (
 )
 from llmaas_eval.deadlines.loaded.load import Answer, Limits
 from llmaas_eval.deadlines.loaded.probes import Case, Probe, Served
-from llmaas_eval.deadlines.loaded.quality import AppScores, outcomes
+from llmaas_eval.deadlines.loaded.quality import AppScores, outcomes, pair_of
 from llmaas_eval.deadlines.loaded.recorder import Record, key_of, read_records
 from llmaas_eval.deadlines.loaded.scoring import Scores
 from llmaas_eval.deadlines.loaded.systems import SYSTEMS, config_text
@@ -231,27 +231,24 @@ def test_a_folder_of_other_traces_is_refused(tmp_path):
 
 
 def app_scores():
-    """Return answers to twelve questions: narrow levels choose wrong in every second one."""
-    choice = np.zeros((12, 3, 3), np.int32)
-    choice[1::2, 1:] = 1
-    nats = np.ones((12, 3, 3), np.float32)
-    nats[:, 1:] = 3
-    scores = Scores(choice, nats)
-    return AppScores(scores, LEVELS, {i: i for i in range(12)}, [0] * 12, [0] * 12, [1.0] * 12)
+    """Return answers to twelve questions: narrow prompts make every second one wrong."""
+    whole = Scores(np.zeros(12, np.int32), np.ones(12, np.float32))
+    narrow = Scores(np.arange(12, dtype=np.int32) % 2, np.full(12, 3.0, np.float32))
+    by_pair = {(0, 0): whole, (1, 0): narrow}
+    return AppScores(by_pair, LEVELS, {i: i for i in range(12)}, whole, [0] * 12)
 
 
 def test_a_missed_promise_counts_as_wrong():
     apps = dict.fromkeys(APP_NAMES, app_scores())
     found = outcomes(probe("ours", n_missed=3), apps)
     assert [one["agrees"] for one in found] == [0, 0, 0, 0] + [1, 0] * 4
+    assert [one["is_met"] for one in found] == [0] * 3 + [1] * 9
     assert {one["nats"] for one in found} == {2.0}
 
 
-def test_levels_that_were_not_answered_are_an_error():
-    app = app_scores()
-    app.scores.choice[:] = -1
-    with pytest.raises(ValueError, match="not answered at the levels"):
-        outcomes(probe("ours"), dict.fromkeys(APP_NAMES, app))
+def test_a_request_has_the_widest_level_that_is_not_wider_than_what_it_used():
+    assert pair_of(LEVELS, (0.5, 1.0)) == (1, 0)
+    assert pair_of(LEVELS, (0.6, 0.2)) == (1, 2)
 
 
 def quality(by, alpha, agrees, system=None):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from llmaas_eval.data import packaged_documents
 from llmaas_eval.deadlines.loaded.answers import TASK_OF, Kept, app_items, task_items, tokenizer
 from llmaas_eval.deadlines.loaded.baselines import BASELINES, Source
 from llmaas_eval.deadlines.loaded.probes import Probe, Probes
-from llmaas_eval.deadlines.loaded.quality import AppScores, outcomes
+from llmaas_eval.deadlines.loaded.quality import AppScores, outcomes, pair_of
 from llmaas_eval.deadlines.loaded.questions import AppQuestions
-from llmaas_eval.deadlines.loaded.scoring import Item, Scores
+from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores
 from llmaas_eval.deadlines.loaded.study import Plan, Row
 from llmaas_eval.deadlines.loaded.traces import ALPHAS, APP_NAMES
 from llmaas_eval.elastic.prepared import default_variant
@@ -29,6 +28,8 @@ __all__ = ["answered"]
 
 _ONE_LEVEL = "fifo-one-level"
 """System that serves the narrowed models of other papers."""
+_TUNED = "tuned"
+_WHOLE = (0, 0)
 _N_HELD_OUT = 512
 _N_WINDOWS, _N_TOKENS = 16, 512
 
@@ -47,27 +48,43 @@ def answered(
         RuntimeError: A model cannot be prepared.
     """
     kept = Kept(folder / "answers")
-    used = {app: _used(probes, app) for app in APP_NAMES}
-    for name, model, items in _models(plan, apps, used, folder):
-        ours = _ours(kept, name, model, items, used, folder, is_quick=plan.shape == "tiny")
+    asked = {app: _asked(probes, app) for app in APP_NAMES}
+    ones = [probe for probe in done if probe.case.system == _ONE_LEVEL]
+    for name, model, items in _models(plan, apps, asked, folder):
+        answering = _Answering(name, model, items, folder / "models", kept)
+        ours = _ours(answering, asked, _pairs(done), is_quick=plan.shape == "tiny")
         yield from (_row(name, probe, probe.case.system, ours) for probe in done)
-        ones = [probe for probe in done if probe.case.system == _ONE_LEVEL]
         for method in BASELINES if ones else ():
-            theirs = _theirs(kept, name, method, model, items, ours, folder)
+            theirs = _theirs(answering, method, ours, _pairs(ones))
             yield from (_row(name, probe, method, theirs) for probe in ones)
 
 
 # -- inside --------------------------------------------------------------------------------------
 
 
-def _used(probes: Probes, app: str) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Answering:
+    """A model that answers, its questions by app, and folders for models and for answers."""
+
+    name: str
+    model: Path
+    items: Mapping[str, Sequence[Item]]
+    folder: Path
+    kept: Kept
+
+    def set_of(self, app: str) -> str:
+        """Return the name of the questions that stand for an app's."""
+        return f"{self.name}-{TASK_OF[app] if self.name == _TUNED else app}"
+
+
+def _asked(probes: Probes, app: str) -> list[int]:
     """Return the app's questions that any of the mixes asks."""
     arrivals = [one for alpha in ALPHAS for one in probes.arrivals(alpha)]
     return sorted({one.question for one in arrivals if one.app == app})
 
 
 def _models(
-    plan: Plan, apps: Mapping[str, AppQuestions], used: Mapping[str, Sequence[int]], folder: Path
+    plan: Plan, apps: Mapping[str, AppQuestions], asked: Mapping[str, Sequence[int]], folder: Path
 ) -> Iterator[tuple[str, Path, Mapping[str, Sequence[Item]]]]:
     """Yield each model's name, file, and its questions by app."""
     packaged = reference_model_path()
@@ -75,7 +92,7 @@ def _models(
         yield (
             "packaged",
             packaged,
-            {app: app_items(apps[app], used[app], llama) for app in APP_NAMES},
+            {app: app_items(apps[app], asked[app], llama) for app in APP_NAMES},
         )
     if plan.n_tuned:
         from llmaas_eval.tasks.tuning import tune
@@ -84,7 +101,7 @@ def _models(
         tuned = tune(packaged, tasks, plan.n_tuned, folder / "models", plan.seed)
         with tokenizer(tuned) as llama:
             by_task = {name: task_items(task, llama) for name, task in tasks.items()}
-        yield "tuned", tuned, {app: by_task[TASK_OF[app]] for app in APP_NAMES}
+        yield _TUNED, tuned, {app: by_task[TASK_OF[app]] for app in APP_NAMES}
 
 
 def _tasks(plan: Plan) -> Mapping[str, Task]:
@@ -94,30 +111,30 @@ def _tasks(plan: Plan) -> Mapping[str, Task]:
     return dict.fromkeys(TASK_OF.values(), task)
 
 
-def _ours(  # noqa: PLR0913, PLR0917  the parts of a model's answers
-    kept: Kept,
-    name: str,
-    model: Path,
-    items: Mapping[str, Sequence[Item]],
-    used: Mapping[str, Sequence[int]],
-    folder: Path,
+def _pairs(done: Sequence[Probe]) -> dict[str, set[Pair]]:
+    """Return the pairs of levels that each app's requests used, and the whole model's."""
+    found: dict[str, set[Pair]] = {app: {_WHOLE} for app in APP_NAMES}
+    for probe in done:
+        for one in probe.served:
+            found[one.app].add(pair_of(LEVELS, one.levels))
+    return found
+
+
+def _ours(
+    of: _Answering,
+    asked: Mapping[str, Sequence[int]],
+    pairs: Mapping[str, set[Pair]],
     *,
     is_quick: bool,
 ) -> dict[str, AppScores]:
-    """Answer with all pairs of levels of the model that ``llmaas elastic prepare`` writes."""
-    prepared = _prepared(name, model, folder / "models", is_quick=is_quick)
-    variant = default_variant(prepared, LEVELS)
+    """Answer with levels of the model that ``llmaas elastic prepare`` writes."""
+    variant = default_variant(_prepared(of.name, of.model, of.folder, is_quick=is_quick), LEVELS)
     found: dict[str, AppScores] = {}
-    for app, some in items.items():
-        scores = kept.scores(f"{name}-{_set_of(name, app)}", variant, some)
-        found[app] = AppScores(
-            scores,
-            LEVELS,
-            {question: i % len(some) for i, question in enumerate(used[app])},
-            scores.choice[:, 0, 0].tolist(),
-            [item.choice for item in some],
-            scores.nats[:, 0, 0].tolist(),
-        )
+    for app, items in of.items.items():
+        by_pair = of.kept.scores(of.set_of(app), variant, items, sorted(pairs[app]))
+        rows = {question: i % len(items) for i, question in enumerate(asked[app])}
+        right = [item.choice for item in items]
+        found[app] = AppScores(by_pair, LEVELS, rows, by_pair[_WHOLE], right)
     return found
 
 
@@ -134,41 +151,31 @@ def _prepared(name: str, model: Path, folder: Path, *, is_quick: bool) -> Path:
     return path
 
 
-def _theirs(  # noqa: PLR0913, PLR0917  the parts of a model's answers
-    kept: Kept,
-    name: str,
-    method: str,
-    model: Path,
-    items: Mapping[str, Sequence[Item]],
-    ours: Mapping[str, AppScores],
-    folder: Path,
+def _theirs(
+    of: _Answering, method: str, ours: Mapping[str, AppScores], pairs: Mapping[str, set[Pair]]
 ) -> dict[str, AppScores]:
-    """Answer with the narrowed models of another paper; the whole model's answers are ours."""
-    models = folder / "models" / f"{name}-{method}"
-    source = models / f"{model.stem}-as-f16.gguf"
-    models.mkdir(parents=True, exist_ok=True)
+    """Answer with the narrowed models of another paper, which have one level for everything."""
+    folder = of.folder / f"{of.name}-{method}"
+    source = folder / f"{of.model.stem}-as-f16.gguf"
+    folder.mkdir(parents=True, exist_ok=True)
     if not source.exists():
-        f16_copy(model, models)
+        f16_copy(of.model, folder)
     windows = windows_of(source, packaged_documents(), _N_WINDOWS, _N_TOKENS)
-    found = {app: _empty(each.scores) for app, each in ours.items()}
-    for levels, variant in BASELINES[method](Source(source, LEVELS, windows, models)):
-        for app, some in items.items():
-            part = f"{name}-{method}-{_set_of(name, app)}-{levels[0]:g}"
-            scores = kept.scores(part, variant, some, only_equal=True)
-            for i, level in enumerate(levels):
-                own, at = LEVELS.index(level), i if variant.levels else 0
-                found[app].choice[:, own, own] = scores.choice[:, at, at]
-                found[app].nats[:, own, own] = scores.nats[:, at, at]
-    return {app: ours[app]._replace(scores=scores) for app, scores in found.items()}
-
-
-def _set_of(name: str, app: str) -> str:
-    """Return the name of the questions that stand for an app's."""
-    return TASK_OF[app] if name == "tuned" else app
-
-
-def _empty(scores: Scores) -> Scores:
-    return Scores(np.full_like(scores.choice, -1), np.full_like(scores.nats, np.nan))
+    levels = [
+        LEVELS[i] for i in sorted({prefill for each in pairs.values() for prefill, _ in each})
+    ]
+    found: dict[str, dict[Pair, Scores]] = {app: {} for app in APP_NAMES}
+    for some, variant in BASELINES[method](Source(source, levels, windows, folder)):
+        places = {(LEVELS.index(level),) * 2: i for i, level in enumerate(some)}
+        for app, items in of.items.items():
+            own = {pair: (at, at) for pair, at in places.items() if pair in pairs[app]}
+            if not variant.levels:
+                own = dict.fromkeys(own, _WHOLE)
+            if own:
+                name = f"{of.set_of(app)}-{method}-{'-'.join(f'{level:g}' for level in some)}"
+                scores = of.kept.scores(name, variant, items, {*own.values()})
+                found[app] |= {pair: scores[at] for pair, at in own.items()}
+    return {app: ours[app]._replace(by_pair=by_pair) for app, by_pair in found.items()}
 
 
 def _row(model: str, probe: Probe, method: str, apps: Mapping[str, AppScores]) -> Row:

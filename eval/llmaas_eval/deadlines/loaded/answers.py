@@ -7,14 +7,14 @@ of it that was tuned to three tasks, on which it is far from chance.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from llama_cpp import Llama
 
 from llmaas_eval.deadlines.loaded.questions import AppQuestions
-from llmaas_eval.deadlines.loaded.scoring import Item, Scores, scores
+from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores, scores
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.tasks.questions import Task, asked
 
@@ -40,20 +40,26 @@ class Kept:
         self._folder = folder
 
     def scores(
-        self, name: str, variant: Variant, items: Sequence[Item], *, only_equal: bool = False
-    ) -> Scores:
-        """Return the scores of a variant; see ``scoring.scores``."""
-        path = self._folder / f"{name}.npz"
-        if path.exists():
-            with np.load(path, allow_pickle=False) as file:
-                found = Scores(file["choice"], file["nats"])
-            if len(found.choice) == len(items):
-                return found
-        found = scores(variant, items, only_equal=only_equal, name=name)
-        partial = path.with_suffix(".partial.npz")
-        np.savez_compressed(partial, **found._asdict())
-        partial.replace(path)
-        return found
+        self, name: str, variant: Variant, items: Sequence[Item], pairs: Collection[Pair]
+    ) -> dict[Pair, Scores]:
+        """Return the scores of a variant by pair of levels; see ``scoring.scores``."""
+        paths = {pair: self._folder / f"{name}-{pair[0]}-{pair[1]}.npz" for pair in pairs}
+        missing = [pair for pair, path in paths.items() if _read(path, len(items)) is None]
+        if missing:
+            for pair, found in scores(variant, items, missing, name).items():
+                partial = paths[pair].with_suffix(".partial.npz")
+                np.savez_compressed(partial, **found._asdict())
+                partial.replace(paths[pair])
+        return {pair: kept for pair in pairs if (kept := _read(paths[pair], len(items)))}
+
+
+def _read(path: Path, n: int) -> Scores | None:
+    """Return kept scores of ``n`` questions; None if there are none."""
+    if not path.exists():
+        return None
+    with np.load(path, allow_pickle=False) as file:
+        found = Scores(file["choice"], file["nats"])
+    return found if len(found.choice) == n else None
 
 
 @contextlib.contextmanager

@@ -12,55 +12,52 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmaas_eval.deadlines.loaded.probes import Probe, Served
-from llmaas_eval.deadlines.loaded.scoring import Scores
+from llmaas_eval.deadlines.loaded.scoring import Pair, Scores
 
-__all__ = ["AppScores", "outcomes"]
+__all__ = ["AppScores", "outcomes", "pair_of"]
+
+_ROUNDING = 1e-9
 
 
 class AppScores(NamedTuple):
     """Answers of a model to an app's questions.
 
     Attributes:
-        scores: Answers by question and levels.
+        by_pair: Answers by the levels of prompt and answer.
         levels: Levels, widest first.
         row_of: Row of each of the app's questions.
-        whole: Choices of the whole model.
+        whole: Answers of the whole model.
         right: Right choices.
-        whole_nats: Mean -log p of the right choice's tokens by the whole model.
     """
 
-    scores: Scores
+    by_pair: Mapping[Pair, Scores]
     levels: Sequence[float]
     row_of: Mapping[int, int]
-    whole: Sequence[int]
+    whole: Scores
     right: Sequence[int]
-    whole_nats: Sequence[float]
 
 
 def outcomes(probe: Probe, apps: Mapping[str, AppScores]) -> list[dict[str, Any]]:
     """Return the quality of each request of a probe, in the trace's order.
 
-    A request has ``app``, ``is_met``, ``agrees`` and ``right`` (0 or 1, and 0 if it missed), and
-    ``nats``: how much less likely the right text is than for the whole model, met or not.
+    A request has ``is_met``, ``agrees`` and ``right`` (0 or 1, and 0 if it missed), and ``nats``:
+    how much less likely the right text is than for the whole model, met or not.
     """
     return [_outcome(one, apps[one.app]) for one in probe.served]
 
 
+def pair_of(levels: Sequence[float], used: Sequence[float]) -> Pair:
+    """Return the indices of the widest levels that are not wider than those of a request."""
+    prefill, decode = (int(np.argmax(np.asarray(levels) <= one + _ROUNDING)) for one in used)
+    return prefill, decode
+
+
 def _outcome(one: Served, app: AppScores) -> dict[str, Any]:
-    row = app.row_of[one.question]
-    pair = [_index(app.levels, level) for level in one.levels]
-    choice = int(app.scores.choice[row, pair[0], pair[1]])
-    if choice < 0:
-        raise ValueError(f"{one.app} was not answered at the levels {one.levels}")
+    found, row = app.by_pair[pair_of(app.levels, one.levels)], app.row_of[one.question]
+    choice = int(found.choice[row])
     return {
-        "app": one.app,
         "is_met": int(one.is_met),
-        "agrees": int(one.is_met and choice == app.whole[row]),
+        "agrees": int(one.is_met and choice == app.whole.choice[row]),
         "right": int(one.is_met and choice == app.right[row]),
-        "nats": float(app.scores.nats[row, pair[0], pair[1]]) - app.whole_nats[row],
+        "nats": float(found.nats[row] - app.whole.nats[row]),
     }
-
-
-def _index(levels: Sequence[float], level: float) -> int:
-    """Return the index of the widest level that is not wider than ``level``."""
-    return int(np.argmax(np.asarray(levels) <= level + 1e-9))

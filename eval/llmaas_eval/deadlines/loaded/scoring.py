@@ -7,7 +7,7 @@ token is predicted by the prompt, at its level; all others at the answer's level
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +22,15 @@ from llmaas_hooks.native import NativeContext
 from llmaas_plugins import activate
 from llmaas_plugins.model.forward import log_softmax
 
-__all__ = ["Item", "Scores", "scores"]
+__all__ = ["Item", "Pair", "Scores", "scores"]
 
 _N_CTX = 8192
 _PROMPT, _FIRST_CHOICE = 0, 1
 """Sequences: the prompt, each choice, and after these the common beginning at each level."""
+
+
+Pair = tuple[int, int]
+"""Indices of the levels of prompt and answer."""
 
 
 class Item(NamedTuple):
@@ -46,10 +50,10 @@ class Item(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Answers by question, level of the prompt, and level of the answer; int32 and float32.
+    """Answers to questions at one pair of levels; shape ``(n_questions,)`` each.
 
     Attributes:
-        choice: Index of the likeliest choice; -1 where nothing was evaluated.
+        choice: Index of the likeliest choice.
         nats: Mean -log p of the right choice's tokens.
     """
 
@@ -58,34 +62,35 @@ class Scores(NamedTuple):
 
 
 def scores(
-    variant: Variant, items: Sequence[Item], *, only_equal: bool = False, name: str = ""
-) -> Scores:
-    """Answer questions with all pairs of levels.
+    variant: Variant, items: Sequence[Item], pairs: Collection[Pair], name: str = ""
+) -> dict[Pair, Scores]:
+    """Answer questions with pairs of levels.
 
     Args:
         variant: Model and widths by level; without widths, the whole model is the only level.
         items: Questions.
-        only_equal: Whether prompt and answer always have the same level.
+        pairs: Indices of the levels of prompt and answer.
         name: Label of the progress bar.
     """
-    n_levels = len(variant.levels) or 1
-    shape = len(items), n_levels, n_levels
-    found = Scores(np.full(shape, -1, np.int32), np.full(shape, np.nan, np.float32))
+    found = {
+        pair: Scores(np.empty(len(items), np.int32), np.empty(len(items), np.float32))
+        for pair in pairs
+    }
+    by_prompt = {prefill: [d for p, d in found if p == prefill] for prefill, _ in found}
     n_choices = max(len(item.choices) for item in items)
-    begin = _common([item.prompt for item in items])
-    with _opened(variant, _FIRST_CHOICE + n_choices + n_levels) as engine:
-        first = _FIRST_CHOICE + n_choices
-        for level in range(n_levels):
-            engine.decode([(begin, 0, first + level)], level)
+    begin, first = _common([item.prompt for item in items]), _FIRST_CHOICE + n_choices
+    with _opened(variant, first + 1 + max(by_prompt)) as engine:
+        for prefill in by_prompt:
+            engine.decode([(begin, 0, first + prefill)], prefill)
         for i, item in enumerate(tqdm(items, desc=name, unit="question", disable=None)):
-            for prefill in range(n_levels):
+            for prefill, levels in by_prompt.items():
                 engine.begin(first + prefill, len(begin))
                 rest = [*item.prompt[len(begin) :]]
                 (after,) = engine.decode([(rest, len(begin), _PROMPT)], prefill)
-                for decode in [prefill] if only_equal else range(n_levels):
+                for decode in levels:
                     logs = engine.choices(item, after[-1], decode)
-                    found.choice[i, prefill, decode] = int(np.argmax(logs))
-                    found.nats[i, prefill, decode] = -logs[item.choice]
+                    found[prefill, decode].choice[i] = int(np.argmax(logs))
+                    found[prefill, decode].nats[i] = -logs[item.choice]
     return found
 
 
