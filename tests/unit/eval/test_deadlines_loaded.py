@@ -308,7 +308,10 @@ def test_quality_is_paired_and_mixes_are_pooled():
 
 
 def test_the_report_says_that_times_and_quality_are_of_different_models():
-    said = report.report({"rows": ROWS})
+    half = {"row": "half", "kind": "warm", "alpha": 0.0, "rate": 1.0}
+    said = report.report({"rows": [*ROWS, half]})
+    assert "fifo-constant meets half of warm requests with alpha 0 at 1.00 requests/s." in said
+    assert "PFS is left out" in said
     assert "quality and times come from different models" in said
     assert all(f"{name}:" in said for name in report.TABLES)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from llmaas_eval.data import packaged_documents
-from llmaas_eval.deadlines.loaded.answers import TASK_OF, Kept, app_items, task_items, tokenizer
+from llmaas_eval.deadlines.loaded.answers import Kept, app_items, task_items, tokenizer
 from llmaas_eval.deadlines.loaded.baselines import BASELINES, Source
 from llmaas_eval.deadlines.loaded.probes import Probe, Probes
 from llmaas_eval.deadlines.loaded.quality import AppScores, outcomes, pair_of
-from llmaas_eval.deadlines.loaded.questions import AppQuestions
+from llmaas_eval.deadlines.loaded.questions import TASK_OF, AppQuestions
 from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores
 from llmaas_eval.deadlines.loaded.study import Plan, Row
 from llmaas_eval.deadlines.loaded.traces import ALPHAS, APP_NAMES

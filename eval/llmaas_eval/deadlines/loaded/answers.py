@@ -7,7 +7,7 @@ of it that was tuned to three tasks, on which it is far from chance.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +18,7 @@ from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores, scores
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.tasks.questions import Task, asked
 
-__all__ = ["TASK_OF", "Kept", "app_items", "task_items", "tokenizer"]
-
-TASK_OF: Mapping[str, str] = {
-    "Rewind": "news",
-    "GMail": "sentiment",
-    "Octopus": "functions",
-    "Shortcuts": "functions",
-    "Gboard": "sentiment",
-    "XiaoAi": "news",
-}
-"""Task of the tuned model whose questions stand for an app's."""
+__all__ = ["Kept", "app_items", "task_items", "tokenizer"]
 
 
 class Kept:

@@ -22,13 +22,7 @@ from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.uniform import step_of, uniform_widths
 from llmaas_plugins.elastic.units import Blocks, Widths, blocks_of, without_layers
 
-__all__ = ["BASELINES", "LEFT_OUT", "Source"]
-
-LEFT_OUT: Mapping[str, str] = {
-    "PFS": "models trained from scratch at 20 to 60 % of the blocks are not trained here",
-    "LLMLingua-2 + contextual sparsity": "it needs a compressor of prompts, which is not built",
-}
-"""Baselines of the paper that are not measured, and why."""
+__all__ = ["BASELINES", "Source"]
 
 
 @dataclass(frozen=True, slots=True)

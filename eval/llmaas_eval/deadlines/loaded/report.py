@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from llmaas_eval.deadlines.loaded.systems import SYSTEMS
+from llmaas_eval.deadlines.loaded.questions import LEFT_OUT, SETS, TASK_OF
+from llmaas_eval.deadlines.loaded.systems import HALF_OF, SYSTEMS
 from llmaas_eval.deadlines.loaded.traces import APP_NAMES
 from llmaas_eval.stats import mean_interval
 from llmaas_eval.tables import (
@@ -36,7 +37,19 @@ _Row = Mapping[str, Any]
 
 def report(document: Output) -> str:
     """Return all tables that the output has rows for, and how to read them."""
-    return f"{as_markdown(TABLES, [document])}\n\n{NOTE}"
+    rows = document["rows"]
+    halves = [
+        f"{HALF_OF} meets half of {row['kind']} requests with alpha {row['alpha']:g} at "
+        f"{number(row['rate'])} requests/s."
+        for row in rows
+        if row["row"] == "half" and row["rate"] is not None
+    ]
+    sets = "; ".join(f"{app}: {name}" for app, name in SETS.items())
+    parts = [as_markdown(TABLES, [document]), *halves, NOTE]
+    if any(row["row"] == "quality" for row in rows):
+        parts += [f"{name} is left out: {why}." for name, why in LEFT_OUT.items()]
+        parts.append(f"The tuned model answers {', '.join(sorted({*TASK_OF.values()}))} questions.")
+    return "\n\n".join([*parts, f"Sets: {sets}."])
 
 
 # -- tables --------------------------------------------------------------------------------------

@@ -13,16 +13,14 @@ from llmaas_eval.deadlines.loaded.bench import Bench, opened, replace_json
 from llmaas_eval.deadlines.loaded.goodput import highest, rate_of, step_of
 from llmaas_eval.deadlines.loaded.probes import Case, Probe, Probes
 from llmaas_eval.deadlines.loaded.questions import AppQuestions
-from llmaas_eval.deadlines.loaded.systems import Kind
+from llmaas_eval.deadlines.loaded.systems import HALF_OF, Kind
 from llmaas_eval.deadlines.loaded.traces import APP_NAMES
 
-__all__ = ["ENOUGH", "HALF_OF", "PARTS", "Plan", "Row", "check_folder", "run", "summary"]
+__all__ = ["ENOUGH", "PARTS", "Plan", "Row", "check_folder", "run", "summary"]
 
 PARTS = ("goodput", "half", "rates", "answers")
 ENOUGH, _HALF = 0.9, 0.5
 """Shares of requests that keep both limits: for goodput, and for the rate of part ``half``."""
-HALF_OF = "fifo-constant"
-"""System of which half of the requests are met at the rate of part ``half``."""
 _BELOW, _ABOVE = 24, 12
 """Steps to search below and above the rate that the whole model can serve: a tenth to threefold."""
 _N_ANSWER = 24

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["KINDS", "SYSTEMS", "Kind", "System", "config_text"]
+__all__ = ["HALF_OF", "KINDS", "SYSTEMS", "Kind", "System", "config_text"]
 
 Kind = Literal["warm", "cold"]
 KINDS: tuple[Kind, ...] = ("warm", "cold")
@@ -50,6 +50,8 @@ SYSTEMS: Mapping[str, System] = {
     "edf-planned": System("EDF, planned levels", "planned", is_scheduled=True),
     "ours": System("ours", "planned", is_scheduled=True, preempts=True),
 }
+HALF_OF = "fifo-constant"
+"""System that meets half of the requests at the rate of the study's part ``half``."""
 
 
 def config_text(system: System, kind: Kind, apps: Mapping[str, str], folder: Path) -> str:
