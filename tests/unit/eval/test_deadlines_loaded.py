@@ -73,6 +73,7 @@ def test_constant_levels_are_the_widest_that_keep_the_promise():
     assert constant_levels(times(), SHARES["Octopus"], sizes, "warm") == (1.0, 0.5)
     assert constant_levels(times(), SHARES["Octopus"], sizes, "warm", is_one=True) == (0.5, 0.5)
     assert constant_levels(times(), SHARES["Rewind"], sizes, "cold") == (1.0, 1.0)
+    assert constant_levels(times(), SHARES["Rewind"], sizes, "warm", headroom=0.9) == (1.0, 0.5)
     assert constant_levels(times(), Shares(0.1, 0.1), sizes, "cold") == (
         0.2,
         0.2,
@@ -282,14 +283,19 @@ def test_goodput_is_compared_with_the_constant_levels():
     assert [line[3:] for line in lines] == [
         ["100 %", "0.50", "1.00×", ""], ["17 %", "none", "", ""], ["100 %", "1.00", "2.00×", ""],
     ]  # fmt: skip
+    better = [{**ROWS[0], "system": "fifo-constant-0.7", "rate": 0.8}]
+    lines = report.TABLES["deadlines-goodput"]([{"rows": [*ROWS, *better]}]).rows
+    assert [line[5] for line in lines] == ["0.62×", "", "1.25×", "1.00×"]
+    assert lines[-1][0] == f"{SYSTEMS['fifo-constant'].label}, 0.7 of it used"
 
 
 def test_kept_promises_are_shown_by_app_and_by_rate():
-    first, second, third = report.TABLES["deadlines-loaded"]([{"rows": ROWS}]).rows
+    first, second = report.TABLES["deadlines-loaded"]([{"rows": ROWS}]).rows  # 2.00/s has only ours
     assert first[0].startswith("FIFO, best constant")
     assert first[4:] == ["50 %"] * 6 + ["50.0 %", "100.0 %", "50.0 %", "41.7 %"]
     assert second[4:] == ["50 %"] * 2 + ["100 %"] * 4 + ["83.3 %", "100.0 %", "83.3 %", "8.3 %"]
-    assert third[3] == "2.00"
+    (alone,) = report.TABLES["deadlines-loaded"]([{"rows": ROWS[4:5]}]).rows
+    assert alone[3] == "2.00"
     table = report.TABLES["deadlines-rates"]([{"rows": ROWS}])
     assert table.columns[3:] == ["1.00/s", "2.00/s"]
     assert sorted(line[3:] for line in table.rows) == [["50 %", ""], ["83 %", "0 %"]]

@@ -104,8 +104,14 @@ def times_of(latency: Latency, measured: Sequence[Idle]) -> Times:
     return Times(latency, factors[0], factors[1], restore_ms)
 
 
-def constant_levels(
-    times: Times, shares: Shares, sizes: Sequence[Size], kind: str, *, is_one: bool = False
+def constant_levels(  # noqa: PLR0913  parts of a choice
+    times: Times,
+    shares: Shares,
+    sizes: Sequence[Size],
+    kind: str,
+    *,
+    is_one: bool = False,
+    headroom: float = 1.0,
 ) -> tuple[float, float]:
     """Return the widest levels of prompt and answer that keep a promise for 95 % of the prompts.
 
@@ -117,18 +123,22 @@ def constant_levels(
         sizes: Sizes of the app's prompts.
         kind: Kind of prompts.
         is_one: Whether prompt and answer must have the same level, as in the papers.
+        headroom: Share of the promise that the levels may take.
     """
-    limits = [times.limits(shares, size) for size in sizes]
-
-    pairs = [*zip(sizes, limits, strict=True)]
+    pairs = [(size, times.limits(shares, size)) for size in sizes]
 
     def first(level: float) -> bool:
         return _mostly(
-            [_fits(times.ttft_ms(level, size, kind), most.ttft_ms) for size, most in pairs]
+            [
+                _fits(times.ttft_ms(level, size, kind), headroom * most.ttft_ms)
+                for size, most in pairs
+            ]
         )
 
     def further(level: float) -> bool:
-        return _mostly([_fits(times.tpot_ms(level, size), most.tpot_ms) for size, most in pairs])
+        return _mostly(
+            [_fits(times.tpot_ms(level, size), headroom * most.tpot_ms) for size, most in pairs]
+        )
 
     levels = times.latency.levels
     if is_one:

@@ -151,14 +151,19 @@ class Probes:
         self, case: Case, app: str, arrivals: Sequence[Arrival]
     ) -> tuple[float, float] | None:
         """Return the levels that a case asks for in an app's requests; None if they are planned."""
-        kind = SYSTEMS[case.system].levels
+        system = SYSTEMS[case.system]
         narrowest = self._bench.times.latency.levels[-1]
         fixed = {"planned": None, "whole": _WHOLE, "narrowest": (narrowest, narrowest)}
-        if kind in fixed:
-            return fixed[kind]
+        if system.levels in fixed:
+            return fixed[system.levels]
         sizes = [self._bench.size(app, one.question) for one in arrivals if one.app == app]
         return constant_levels(
-            self._bench.times, SHARES[app], sizes, case.kind, is_one=kind == "one level"
+            self._bench.times,
+            SHARES[app],
+            sizes,
+            case.kind,
+            is_one=system.levels == "one level",
+            headroom=system.headroom,
         )
 
     # -- inside ----------------------------------------------------------------------------------

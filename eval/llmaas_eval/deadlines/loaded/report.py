@@ -62,19 +62,19 @@ def _goodput(outputs: Sequence[Output]) -> Table:
     lines = []
     for row in rows:
         case = row["kind"], row["alpha"]
-        rivals = [_ratio(row["rate"], rates.get((rival, *case))) for rival in _RIVALS]
+        rivals = [_ratio(row["rate"], _best(rates, rival, case)) for rival in _RIVALS]
         rate = "none" if row["rate"] is None else number(row["rate"])
         lines.append(
             [_label(row), row["kind"], _alpha(row), percent(row["possible"]), rate, *rivals]
         )
     heads = ["system", "prompts", "alpha", "possible when idle", "goodput, requests/s"]
-    return Table([*heads, *(f"over {rival}" for rival in _RIVALS)], lines, "llrrrrr")
+    return Table([*heads, *(f"over the best {rival}" for rival in _RIVALS)], lines, "llrrrrr")
 
 
 def _loaded(outputs: Sequence[Output]) -> Table:
-    """Show how many promises each system keeps at each rate, by app."""
+    """Show how many promises each system keeps, by app, at rates of several systems."""
     lines = []
-    for row in sorted(_rows(outputs, "probe"), key=_order):
+    for row in sorted(_shared(_rows(outputs, "probe")), key=_order):
         apps = row["apps"].values()
         n = sum(each["n"] for each in apps)
         cells = [_label(row), row["kind"], _alpha(row), number(row["rate"])]
@@ -113,10 +113,11 @@ def _rates(outputs: Sequence[Output]) -> Table:
 
 
 def _quality(outputs: Sequence[Output]) -> Table:
-    """Show how good the answers are; an answer that came late counts as wrong."""
-    rows = _rows(outputs, "quality")
+    """Show how good the answers are at the rates of several systems; late ones count as wrong."""
+    rows = _shared(_rows(outputs, "quality"))
     lines = [_quality_line(row, rows) for row in rows]
-    lines += [_quality_line(row, pooled) for pooled in [_pooled(rows)] for row in pooled]
+    pooled = _pooled(rows)
+    lines += [_quality_line(row, pooled) for row in pooled]
     heads = ["model", "system", "prompts", "alpha", "requests/s", "requests", "in time"]
     heads += ["agrees", "right", "nats over whole", "ours − it: agrees", "ours − it: right"]
     return Table(heads, lines, "lll".ljust(len(heads), "r"))
@@ -147,6 +148,15 @@ def _rows(outputs: Sequence[Output], kind: str) -> list[_Row]:
     return [*found.values()]
 
 
+def _shared(rows: Sequence[_Row]) -> Sequence[_Row]:
+    """Return the rows at rates at which several systems were measured; all if there are none."""
+    systems: dict[tuple[Any, ...], set[str]] = {}
+    for row in rows:
+        systems.setdefault((row["kind"], row["alpha"], row["rate"]), set()).add(row["system"])
+    found = [row for row in rows if len(systems[row["kind"], row["alpha"], row["rate"]]) > 1]
+    return found or rows
+
+
 def _order(row: _Row) -> tuple[Any, ...]:
     return row["kind"], row["alpha"], row["rate"], list(SYSTEMS).index(row["system"])
 
@@ -162,6 +172,18 @@ def _alpha(row: _Row) -> str:
 
 def _ratio(rate: float | None, base: float | None) -> str:
     return "" if rate is None or base is None else f"{number(rate / base, 2)}×"
+
+
+def _best(
+    rates: Mapping[tuple[str, str, float], float | None], rival: str, case: tuple[str, float]
+) -> float | None:
+    """Return the highest goodput of a rival over all shares of the promise that it uses."""
+    found = [
+        rate
+        for (system, *rest), rate in rates.items()
+        if system.startswith(rival) and rate and (*rest,) == case
+    ]
+    return max(found, default=None)
 
 
 def _share(counts: Mapping[str, int], name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,15 +30,19 @@ class System:
             levels that ``deadlines`` plans for each request.
         is_scheduled: Whether the earliest deadline goes first, in place of the first arrival.
         preempts: Whether a tighter request may interrupt another one.
+        headroom: Share of the promise that constant levels take on an idle machine. The rest is
+            left for waiting.
     """
 
     label: str
     levels: Literal["whole", "constant", "one level", "narrowest", "planned"]
     is_scheduled: bool = False
     preempts: bool = False
+    headroom: float = 1.0
 
 
-SYSTEMS: Mapping[str, System] = {
+_HEADROOMS = (0.85, 0.7, 0.5)
+_BASE = {
     "fifo-whole": System("FIFO, whole model (warm: a prefix cache alone)", "whole"),
     "fifo-constant": System("FIFO, best constant levels per promise", "constant"),
     "fifo-one-level": System("FIFO, one constant level per promise (the papers')", "one level"),
@@ -50,6 +54,14 @@ SYSTEMS: Mapping[str, System] = {
     "edf-planned": System("EDF, planned levels", "planned", is_scheduled=True),
     "ours": System("ours", "planned", is_scheduled=True, preempts=True),
 }
+SYSTEMS: Mapping[str, System] = _BASE | {
+    f"{name}-{share:g}": replace(
+        _BASE[name], label=f"{_BASE[name].label}, {share:g} of it used", headroom=share
+    )
+    for name in ("fifo-constant", "edf-constant")
+    for share in _HEADROOMS
+}
+"""All systems by name."""
 HALF_OF = "fifo-constant"
 """System that meets half of the requests at the rate of the study's part ``half``."""
 
