@@ -20,7 +20,7 @@ from llmaas_eval.deadlines.loaded.service import KEYS, Service
 __all__ = ["Answer", "Call", "Limits", "ask", "send"]
 
 _TIMEOUT_S = 3600.0
-_WAIT_S = 0.005
+_WAIT_S = 0.05
 _BIAS = 100.0
 """Logit bias of the word that all answers consist of, so that they have equal lengths."""
 _DATA, _DONE = b"data: ", b"[DONE]"
@@ -96,7 +96,7 @@ def ask(service: Service, call: Call, start: float | None = None) -> Answer:
     try:
         times.extend(time.perf_counter() for _ in _tokens(service, call))
         error = None if len(times) == call.n_answer else f"{len(times)} of {call.n_answer} tokens"
-    except (OSError, http.client.HTTPException, ValueError) as problem:
+    except (OSError, http.client.HTTPException, LookupError, ValueError) as problem:
         error = f"{type(problem).__name__}: {problem}"
     ttft_ms = 1000 * (times[0] - came) if times else None
     n_others = len(times) - 1
@@ -126,19 +126,23 @@ def send(
     with ThreadPoolExecutor(len(calls)) as pool:
 
         def work(call: Call) -> Answer:
-            answer = ask(service, call, start)
-            state.end(call, is_met=all(answer.met(call.limits)))
+            is_met = False
+            try:
+                answer = ask(service, call, start)
+                is_met = all(answer.met(call.limits))
+            finally:
+                state.end(call, is_met=is_met)
             progress()
             return answer
 
         try:
             futures = []
             for call in calls:
-                if not state.wait(_reaching(start + call.at_s)):
+                if not state.wait_until(start + call.at_s):
                     break
                 state.begin(call)
                 futures.append(pool.submit(work, call))
-            is_over = not state.wait(lambda: all(future.done() for future in futures))
+            is_over = not state.wait_for_all()
         except BaseException:
             service.stop()  # so that threads that wait for an answer end
             raise
@@ -174,11 +178,21 @@ class _State:
             del self._due[call.number]
             self._n_missed += not is_met
 
-    def wait(self, condition: Callable[[], bool]) -> bool:
-        """Wait until a condition holds; return False as soon as too many calls missed."""
+    def wait_until(self, moment: float) -> bool:
+        """Wait until a moment; return False as soon as too many calls missed."""
         while not self._has_too_many():
-            if condition():
+            left_s = moment - time.perf_counter()
+            if left_s <= 0:
                 return True
+            time.sleep(min(left_s, _WAIT_S))
+        return False
+
+    def wait_for_all(self) -> bool:
+        """Wait until all calls are answered; return False as soon as too many missed."""
+        while not self._has_too_many():
+            with self._lock:
+                if not self._due:
+                    return True
             time.sleep(_WAIT_S)
         return False
 
@@ -189,10 +203,6 @@ class _State:
         with self._lock:
             late = sum(now > due for due in self._due.values())
             return self._n_missed + late > self._most
-
-
-def _reaching(moment: float) -> Callable[[], bool]:
-    return lambda: time.perf_counter() >= moment
 
 
 def _tokens(service: Service, call: Call) -> Any:
