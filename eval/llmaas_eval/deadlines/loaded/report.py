@@ -45,6 +45,8 @@ def report(document: Output) -> str:
         if row["row"] == "half" and row["rate"] is not None
     ]
     sets = "; ".join(f"{app}: {name}" for app, name in SETS.items())
+    if not document.get("settings", {}).get("data", True):
+        sets = "none; the questions are packaged text, whose values do not affect times"
     parts = [as_markdown(TABLES, [document]), *halves, NOTE]
     if any(row["row"] == "quality" for row in rows):
         parts += [f"{name} is left out: {why}." for name, why in LEFT_OUT.items()]
@@ -79,8 +81,11 @@ def _loaded(outputs: Sequence[Output]) -> Table:
         n = sum(each["n"] for each in apps)
         cells = [_label(row), row["kind"], _alpha(row), number(row["rate"])]
         cells += [_share(row["apps"][app], "both") for app in APP_NAMES]
+        is_planned = SYSTEMS[row["system"]].levels == "planned"
         cells += [
             percent(sum(each[name] for each in apps) / n, 1)
+            if name != "silent" or is_planned
+            else ""
             for name in ("ttft", "tpot", "both", "silent")
         ]
         lines.append(cells)
