@@ -30,7 +30,7 @@ _ONE_LEVEL = "fifo-one-level"
 """System that serves the narrowed models of other papers."""
 _TUNED = "tuned"
 _WHOLE = (0, 0)
-_N_HELD_OUT = 512
+_N_HELD_OUT, _N_GENERATED = 512, 42
 _N_WINDOWS, _N_TOKENS = 16, 512
 
 
@@ -107,7 +107,7 @@ def _models(
 def _tasks(plan: Plan) -> Mapping[str, Task]:
     if plan.data is not None:
         return read_tasks(plan.data, _N_HELD_OUT, plan.seed)
-    (task,) = generated_tasks(_N_HELD_OUT, plan.seed).values()
+    (task,) = generated_tasks(_N_GENERATED, plan.seed).values()
     return dict.fromkeys(TASK_OF.values(), task)
 
 

@@ -115,19 +115,17 @@ class _Engine:
         """Return the mean log probability of each choice's tokens, after the prompt's sequence."""
         texts = [[*item.lead, *choice] for choice in item.choices]
         start, n_lead = len(item.prompt), len(item.lead)
-        parts = [
-            (text[:-1], start, _FIRST_CHOICE + i) for i, text in enumerate(texts) if len(text) > 1
-        ]
+        heads = [*dict.fromkeys(tuple(text[:-1]) for text in texts if len(text) > 1)]
+        parts = [(head, start, _FIRST_CHOICE + i) for i, head in enumerate(heads)]
         for _, _, sequence in parts:
             llama_cpp.llama_memory_seq_cp(self._memory, _PROMPT, sequence, 0, start)
-        rows = dict(
-            zip((part[2] - _FIRST_CHOICE for part in parts), self.decode(parts, level), strict=True)
-        )
+        rows = dict(zip(heads, self.decode(parts, level), strict=True))
         for _, _, sequence in parts:
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         found = []
-        for i, text in enumerate(texts):
-            logs = [after[None], *([rows[i]] if i in rows else [])]
+        for text in texts:
+            head = tuple(text[:-1])
+            logs = [after[None], *([rows[head]] if head else [])]
             predicted = np.concatenate(logs)[np.arange(len(text)), text]
             found.append(float(predicted[n_lead:].mean()))
         return np.array(found)
