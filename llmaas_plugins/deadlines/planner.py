@@ -129,12 +129,14 @@ class _Options(NamedTuple):
         limit_s: Promised time; None if there is none.
         fit: Correction of the times.
         waited_s: Seconds that the request waited.
+        room_s: Seconds that requests behind leave; None if there are none.
     """
 
     times: dict[float, float]
     limit_s: float | None
     fit: Fit
     waited_s: float = 0.0
+    room_s: float | None = None
 
     def fits(self, level: float) -> bool:
         """Return whether a level may be used and rarely takes longer than promised."""
@@ -143,6 +145,12 @@ class _Options(NamedTuple):
         most_s = self.waited_s + self.fit.most_s(self.times[level])
         return self.limit_s is None or most_s <= self.limit_s * (1 + _ROUNDING)
 
+    def leaves_room(self, level: float) -> bool:
+        """Return whether a level fits, and requests behind keep their promises, too."""
+        return self.fits(level) and (
+            self.room_s is None or self.fit.most_s(self.times[level]) <= self.room_s
+        )
+
     def phase(self, level: float) -> Phase:
         """Return the plan of a phase at a level."""
         table_s = self.times[level]
@@ -150,10 +158,10 @@ class _Options(NamedTuple):
         return Phase(level, self.limit_s, table_s, expected_s, self.fits(level))
 
     def widest(self) -> Phase | None:
-        """Return the plan at the widest level that fits, or at the fastest one if none does."""
+        """Return the plan at the widest level that leaves room, or else at the fastest one."""
         if not self.times or (self.limit_s is not None and not 0 < self.limit_s < math.inf):
             return None
-        found = next(filter(self.fits, self.times), None)
+        found = next(filter(self.leaves_room, self.times), None)
         return self.phase(min(self.times, key=self.times.__getitem__) if found is None else found)
 
 
@@ -166,6 +174,7 @@ def _prompt_options(question: Question) -> _Options:
         promise.ttft and promise.ttft.seconds(whole_s),
         question.ttft,
         promise.waited_s,
+        promise.room_s,
     )
 
 

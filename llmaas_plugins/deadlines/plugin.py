@@ -72,7 +72,7 @@ class Deadlines:
         """Take the configured promises."""
         self._config = config
         self._lock = forks.lock()
-        self._planned: dict[int, _Planned] = {}
+        self._planned: dict[int, _Planned] = {}  # by the request's id: some are interrupted
         self._corrections: OrderedDict[tuple[str, str | None, str], Correction] = OrderedDict()
         self._outcomes = Outcomes()
         self._told: set[tuple[str, str]] = set()
@@ -117,9 +117,7 @@ class Deadlines:
                 None if risk is None else risk.most,
                 is_certified=found.policy is not None,
             )
-            self._planned[request.engine.ctx] = _Planned(
-                request, model, promise, question, found, answer
-            )
+            self._planned[id(request)] = _Planned(request, model, promise, question, found, answer)
             self._tell(model, found, answer)
         if found.policy is None or len(set(found.policy.decode)) == 1:
             return None if found.levels == Levels() else found.levels
@@ -130,38 +128,42 @@ class Deadlines:
     def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
         """Give up what another plugin has decided."""
         with self._lock:
-            planned = self._planned.get(request.engine.ctx)
-            if planned is not None and planned.request is request:
+            planned = self._planned.get(id(request))
+            if planned is not None:
                 kept, answer = planned.plan.at(levels or Levels()), planned.answer
                 if kept != planned.plan:  # the worth of another plugin's setting is unknown
                     answer = AnswerReport(max_risk=answer.max_risk)
-                self._planned[request.engine.ctx] = planned._replace(plan=kept, answer=answer)
+                self._planned[id(request)] = planned._replace(plan=kept, answer=answer)
 
     @hookimpl
     def llmaas_request_end(self, request: Request, stats: RequestStats) -> None:
         """Compare the request's times with its promise and with the predictions."""
         with self._lock:
-            planned = self._planned.get(request.engine.ctx)
-            if planned is None or planned.request is not request:
+            planned = self._planned.pop(id(request), None)
+            if planned is None:
                 return
-            del self._planned[request.engine.ctx]
             found = outcome(planned.promise, planned.plan, planned.answer, stats)
             if found.ttft_s is None:
                 return  # it was ended before its first token
             self._outcomes.add(request.app, found)
             if request.notes is not None:
                 request.notes[_NAME] = found.report()
+            others_s = {
+                "ttft": planned.promise.waited_s + stats.first_away_s,
+                "tpot": stats.decode_away_s / max(stats.n_generated - 1, 1),
+            }
             for name, phase, measured_s in found.phases:
                 if phase is not None and measured_s is not None:
-                    waited_s = planned.promise.waited_s if name == "ttft" else 0.0
                     correction = self._correction(planned.model, request.app, name)
-                    correction.add(measured_s - waited_s, phase.table_s)
+                    correction.add(measured_s - others_s[name], phase.table_s)
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
         """Forget a context, because another one may get its address."""
         with self._lock:
-            self._planned.pop(ctx, None)
+            for key, planned in list(self._planned.items()):
+                if planned.request.engine.ctx == ctx:
+                    del self._planned[key]
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
@@ -184,12 +186,12 @@ class Deadlines:
     def _choose(self, request: Request, policy: Policy, logits: NDArray[np.float32]) -> float:
         """Choose the level of an answer by the margin of its first token."""
         _, margin = first_two(logits)
-        i, ctx = policy.range_of(margin), request.engine.ctx
+        i = policy.range_of(margin)
         with self._lock:
-            planned = self._planned.get(ctx)
+            planned = self._planned.get(id(request))
             if planned is None or planned.plan.policy is not policy:
                 return max(policy.decode)  # another plugin chose the prompt's level
-            self._planned[ctx] = planned._replace(
+            self._planned[id(request)] = planned._replace(
                 plan=planned.plan._replace(tpot=answer_phase(planned.question, policy.decode[i])),
                 answer=planned.answer._replace(worth=policy.worth[i], margin=margin),
             )

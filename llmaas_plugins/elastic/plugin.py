@@ -64,6 +64,7 @@ class ElasticModels:
         self._lock = forks.lock()
         self._models: dict[_Key, ElasticModel] = {}
         self._contexts: dict[int, ElasticContext] = {}
+        self._chosen: dict[int, float] = {}  # levels at the first token, by the request's id
         self._left_alone: dict[str, str] = {}
         self._adapted: set[str] = set()
         self._times: weakref.WeakKeyDictionary[ModelLoad, ModelTimes] = weakref.WeakKeyDictionary()
@@ -183,6 +184,8 @@ class ElasticModels:
         context = self._contexts.get(request.engine.ctx)
         if context is not None and n_generated:
             with self._lock:
+                context.at_first_token = None  # it was chosen before
+                context.decode = self._chosen.get(id(request), context.decode)
                 self._n_switches += context.sampled()
 
     @hookimpl
@@ -204,6 +207,7 @@ class ElasticModels:
         try:
             if choose is not None:
                 context.decode = choose(view.logits)
+                self._chosen[id(context.request)] = context.decode
         finally:
             with self._lock:
                 self._n_switches += context.sampled()
@@ -221,6 +225,7 @@ class ElasticModels:
     def llmaas_request_end(self, request: Request) -> None:
         """Return the context to the level for use outside requests."""
         with self._lock:
+            self._chosen.pop(id(request), None)
             context = self._contexts.get(request.engine.ctx)
             if context is not None and context.request is request:
                 context.request = None

@@ -8,7 +8,7 @@ from llama_cpp import StoppingCriteriaList
 from preparing import prepare
 from switching import PROMPT
 
-from llmaas_hooks import hookimpl
+from llmaas_hooks import Levels, hookimpl
 from llmaas_plugins import elastic
 from llmaas_plugins.activation import active_suite
 
@@ -43,6 +43,26 @@ def test_answers_go_on_at_their_levels(reference_model, tmp_path):
         with elastic.level(prefill=0.4, decode=0.8):
             check_interruptions(turns)
         assert turns.answer(range(40)) == whole
+
+
+def test_answers_go_on_at_the_level_of_their_first_token(reference_model, tmp_path):
+    class Chooser:
+        n_chosen = 0
+
+        @hookimpl
+        def llmaas_level(self, request):
+            if request.app != "other":
+                return Levels(prefill=0.4, decode=1.0, at_first_token=self.choose)
+
+        def choose(self, logits):
+            self.n_chosen += 1
+            return 0.5
+
+    model = prepare(reference_model, tmp_path / "model.gguf", tables=("uniform",))
+    chooser = Chooser()
+    with opened(model, tmp_path, extra=chooser, elastic={}) as turns:
+        n_answers = 2 + len(check_interruptions(turns))
+    assert chooser.n_chosen == n_answers
 
 
 def test_requests_with_an_apps_own_state_keep_the_engine(reference_model, tmp_path):

@@ -150,3 +150,13 @@ def test_a_feasible_plan_fits_and_no_wider_one_does(limit_s, n_prompt, n_ready, 
     ]
     assert phase.is_feasible == bool(fits)
     assert phase.level == (max(fits) if fits else min(TENTHS))
+
+
+@pytest.mark.parametrize(
+    ("room_s", "level"), [(None, 1.0), (0.2, 1.0), (0.085, 0.8), (0.05, 0.4), (0.01, 0.4)]
+)
+def test_the_prompt_s_level_leaves_room_for_those_behind(room_s, level):
+    found = plan(question(Promise(Limit(0.1), Limit(0.01), room_s=room_s)))
+    assert found.ttft.level == level
+    assert found.ttft.is_feasible  # by its own limit
+    assert found.tpot.level == 1.0

@@ -235,3 +235,21 @@ def test_a_block_needs_a_limit():
         deadlines.slo()
     with pytest.raises(ConfigError, match=r"found 0\.3"):
         deadlines.slo(ttft=0.3)
+
+
+def test_interrupted_requests_are_planned_apart_and_their_rest_is_no_slowness():
+    planned = Planned({"ttft": "1 s", "tpot": "100 ms"})
+    hooks, engine = planned.hooks, planned.engine
+    notes = {}, {}
+    outer, inner = (Request(engine, PROMPT, None, notes=one) for one in notes)
+    for request in (outer, inner):
+        hooks.request_begin(request, hooks.level(request))
+    hooks.request_end(inner, RequestStats(100, 0, 11, 0.0, 0.1, 9.0, 0.1))
+    away = RequestStats(100, 0, 11, 0.0, 0.9, 9.0, 0.6, first_away_s=0.8, decode_away_s=0.5)
+    hooks.request_end(outer, away)
+    report = hooks.status()["deadlines"]
+    assert report["requests"]["met"] == 2
+    assert notes[0]["deadlines"]["ttft"]["measured_ms"] == 900.0
+    assert notes[0]["deadlines"]["tpot"]["measured_ms"] == 60.0
+    for phase in ("ttft", "tpot"):
+        assert report["corrections"][f"model.gguf: {phase}"] == {"offset_ms": 0.0, "slope": 1.0}
