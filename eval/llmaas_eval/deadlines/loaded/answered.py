@@ -74,7 +74,7 @@ class _Answering:
 
     def set_of(self, app: str) -> str:
         """Return the name of the questions that stand for an app's."""
-        return f"{self.name}-{TASK_OF[app] if self.name == _TUNED else app}"
+        return f"{self.model.stem}-{TASK_OF[app] if self.name == _TUNED else app}"
 
 
 def _asked(probes: Probes, app: str) -> list[int]:
@@ -128,7 +128,7 @@ def _ours(
     is_quick: bool,
 ) -> dict[str, AppScores]:
     """Answer with levels of the model that ``llmaas elastic prepare`` writes."""
-    variant = default_variant(_prepared(of.name, of.model, of.folder, is_quick=is_quick), LEVELS)
+    variant = default_variant(_prepared(of.model, of.folder, is_quick=is_quick), LEVELS)
     found: dict[str, AppScores] = {}
     for app, items in of.items.items():
         by_pair = of.kept.scores(of.set_of(app), variant, items, sorted(pairs[app]))
@@ -138,13 +138,13 @@ def _ours(
     return found
 
 
-def _prepared(name: str, model: Path, folder: Path, *, is_quick: bool) -> Path:
+def _prepared(model: Path, folder: Path, *, is_quick: bool) -> Path:
     """Return the file that ``llmaas elastic prepare`` writes; make it if it is missing."""
     folder.mkdir(exist_ok=True)
-    path, partial = folder / f"{name}.elastic.gguf", folder / f"{name}.preparing.gguf"
+    path, partial = folder / f"{model.stem}.elastic.gguf", folder / f"{model.stem}.preparing.gguf"
     if not path.exists():
         command = ["elastic", "prepare", str(model), "-o", str(partial)]
-        command += ["--scores", str(folder / f"{name}.scores.npz")]
+        command += ["--scores", str(folder / f"{model.stem}.scores.npz")]
         if llmaas([*command, *(["--no-search"] if is_quick else [])]):
             raise RuntimeError(f"{model} cannot be prepared")
         partial.replace(path)  # before the end, it has only the uniform widths
@@ -155,7 +155,7 @@ def _theirs(
     of: _Answering, method: str, ours: Mapping[str, AppScores], pairs: Mapping[str, set[Pair]]
 ) -> dict[str, AppScores]:
     """Answer with the narrowed models of another paper, which have one level for everything."""
-    folder = of.folder / f"{of.name}-{method}"
+    folder = of.folder / f"{of.model.stem}-{method}"
     source = folder / f"{of.model.stem}-as-f16.gguf"
     folder.mkdir(parents=True, exist_ok=True)
     if not source.exists():
