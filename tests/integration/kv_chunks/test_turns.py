@@ -53,6 +53,7 @@ def test_answers_go_on_at_the_level_of_their_first_token(reference_model, tmp_pa
         def llmaas_level(self, request):
             if request.app != "other":
                 return Levels(prefill=0.4, decode=1.0, at_first_token=self.choose)
+            return None
 
         def choose(self, logits):
             self.n_chosen += 1
