@@ -23,6 +23,7 @@ REPORTS = (
     "llmaas_eval.distillation.report",
     "llmaas_eval.recovery.report",
     "llmaas_eval.deadlines.report",
+    "llmaas_eval.deadlines.certificate_report",
     "llmaas_eval.tasks.report",
     "llmaas_eval.pareto.report",
     "llmaas_eval.benchmarks.kv_chunks",

@@ -21,7 +21,7 @@ from llmaas_plugins.deadlines.worth import Margins
 
 __all__ = ["WHOLE", "Policy", "certified"]
 
-_RISKS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+_RISKS = (*(0.5 * (i / 40) ** 2 for i in range(41)), 1.0)
 """Estimated risks up to which a margin allows a level, from safe to risky policies."""
 _N_ORDERS = 2
 

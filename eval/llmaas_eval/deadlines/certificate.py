@@ -113,14 +113,14 @@ def splits(app: str, found: Mapping[str, Answers], setting: Setting) -> Iterator
             policies = certified(
                 fitting, calibration, n_tokens, setting.max_risk, 1 - setting.confidence
             )
-            served = min(policies, key=_level)
+            served = min(policies, key=lambda policy: _level(policy, n_tokens))
             risks = [_risk(policy, test, n_tokens) for policy in policies]
             yield Split(
                 app,
                 n_tokens,
                 len(calibration),
                 len(policies) - 1,
-                _level(served),
+                _level(served, n_tokens),
                 _risk(served, test, n_tokens),
                 max(risks),
             )
@@ -184,9 +184,13 @@ def _id(prompts: Sequence[Tokens]) -> str:
     return fingerprint_of({"tokens": [prompt.tolist() for prompt in prompts]})
 
 
-def _level(policy: Policy) -> float:
-    """Return the mean of the prompt's level and the answer's mean level."""
-    return float(policy.prefill + np.dot(policy.decode, policy.shares)) / 2
+def _level(policy: Policy, n_tokens: int) -> float:
+    """Return the mean of the prompt's level and the answer's mean level.
+
+    The first token is the prompt's, so an answer of one token has no level of its own.
+    """
+    decode = policy.prefill if n_tokens == 1 else float(np.dot(policy.decode, policy.shares))
+    return (policy.prefill + decode) / 2
 
 
 def _risk(policy: Policy, answers: Answers, n_tokens: int) -> float:
