@@ -30,7 +30,7 @@ _MOST_LOGITS_BYTES = 64 << 20
 
 
 class Comparison(NamedTuple):
-    """What is compared.
+    """Answers and levels to compare.
 
     Attributes:
         n_answer: Number of tokens of an answer.
@@ -158,7 +158,7 @@ def answers_to(sequences: Sequences, prompts: Sequence[Tokens], comparison: Comp
     Args:
         sequences: Context of the prepared model, with room for each prompt and answer.
         prompts: Tokens of each prompt.
-        comparison: What to compare.
+        comparison: Answers and levels to compare.
     """
     n_answer, levels, at_level = comparison
     n, n_levels = len(prompts), len(levels)

@@ -70,7 +70,7 @@ def measured(
     Args:
         model: A loaded ``llama_model`` with levels.
         prompts: Tokens of each prompt; one or more.
-        comparison: What to compare.
+        comparison: Answers and levels to compare.
         kept: Place of the groups that are complete.
         progress: Function that is told of each number of prompts that are done.
     """
