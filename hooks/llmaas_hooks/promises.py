@@ -71,12 +71,14 @@ class Promise:
             first token.
         room_s: Seconds within which the first token should come, so that requests that wait behind
             keep their promises; None if none waits.
+        pressure: Share of both limits to leave for other requests, from 0 to below 1.
     """
 
     ttft: Limit | None = None
     tpot: Limit | None = None
     waited_s: float = 0.0
     room_s: float | None = None
+    pressure: float = 0.0
 
     def __bool__(self) -> bool:
         """Return whether any limit is promised."""
@@ -89,6 +91,7 @@ class Promise:
             self.tpot or other.tpot,
             self.waited_s + other.waited_s,
             other.room_s if self.room_s is None else self.room_s,
+            max(self.pressure, other.pressure),
         )
 
 

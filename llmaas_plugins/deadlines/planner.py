@@ -129,7 +129,7 @@ class _Options(NamedTuple):
         limit_s: Promised time; None if there is none.
         fit: Correction of the times.
         waited_s: Seconds that the request waited.
-        room_s: Seconds that requests behind leave; None if there are none.
+        room_s: Seconds that other requests leave; None if there are none.
     """
 
     times: dict[float, float]
@@ -146,7 +146,7 @@ class _Options(NamedTuple):
         return self.limit_s is None or most_s <= self.limit_s * (1 + _ROUNDING)
 
     def leaves_room(self, level: float) -> bool:
-        """Return whether a level fits, and requests behind keep their promises, too."""
+        """Return whether a level fits, and other requests keep their promises, too."""
         return self.fits(level) and (
             self.room_s is None or self.fit.most_s(self.times[level]) <= self.room_s
         )
@@ -169,23 +169,34 @@ def _prompt_options(question: Question) -> _Options:
     cost, promise = question.cost, question.promise
     n_evaluated = max(question.n_prompt - cost.n_ready, 1)
     whole_s = question.ttft.most_s(cost.levels[0].ttft_s(question.n_prompt))
+    limit_s = promise.ttft and promise.ttft.seconds(whole_s)
     return _Options(
         _times(question.asked.prefill, lambda one: cost.ready_s + one.ttft_s(n_evaluated), cost),
-        promise.ttft and promise.ttft.seconds(whole_s),
+        limit_s,
         question.ttft,
         promise.waited_s,
-        promise.room_s,
+        _room(limit_s, promise, promise.room_s),
     )
 
 
 def _answer_options(question: Question) -> _Options:
     promise, n_prompt = question.promise, question.n_prompt
     whole_s = question.tpot.most_s(question.cost.levels[0].tpot_s(n_prompt))
+    limit_s = promise.tpot and promise.tpot.seconds(whole_s)
     return _Options(
         _times(question.asked.decode, lambda one: one.tpot_s(n_prompt), question.cost),
-        promise.tpot and promise.tpot.seconds(whole_s),
+        limit_s,
         question.tpot,
+        room_s=_room(limit_s, promise),
     )
+
+
+def _room(limit_s: float | None, promise: Promise, room_s: float | None = None) -> float | None:
+    """Return the seconds that other requests leave: those behind this one, and those to come."""
+    if limit_s is None or not promise.pressure:
+        return room_s
+    found = (1 - promise.pressure) * limit_s
+    return found if room_s is None else min(found, room_s)
 
 
 def _times(

@@ -47,6 +47,7 @@ class Call:
         context: Name of the persistent context; empty without one. Calls in one context run one
             after the other.
         came_s: Time of its arrival.
+        waited_s: Seconds that it waited for its first turn.
         turn: Event that is set when the call may run.
         scope: Cancel scope around everything that the call does.
         is_over: Whether the client left, or the call was ended; its results are then discarded.
@@ -67,6 +68,7 @@ class Call:
     n_most: int | None = None
     context: str = ""
     came_s: float = field(default_factory=time.perf_counter)
+    waited_s: float = 0.0
     turn: anyio.Event = field(default_factory=anyio.Event)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     is_over: bool = False
@@ -107,6 +109,11 @@ class Admission:
         self.waiting: list[Call] = []
         self.interrupted: list[Call] = []
         self.is_stopping = False
+
+    @property
+    def pressure(self) -> float:
+        """Share of the promised latencies that calls leave for others."""
+        return self._estimates.pressure
 
     def __len__(self) -> int:
         """Return the number of calls that run or wait."""
@@ -150,12 +157,19 @@ class Admission:
         if self._is_full() and self._latest_of_the_largest(app) is None:
             raise self._full()
 
-    def room_s(self, call: Call) -> float | None:
-        """Return how long a call's first token may take because of those behind it."""
+    def begun(self, call: Call) -> Promise:
+        """Return how long a call waited, and the time to leave for other calls."""
         now_s = time.perf_counter()
         with self._lock:
+            call.waited_s = now_s - call.came_s
+            if self._config.schedule == "fifo":
+                return Promise(waited_s=call.waited_s)
             behind = [self._job(one, now_s) for one in self.waiting if one.promise.ttft is not None]
-        return room_s(behind, now_s) if call.promise.ttft is not None else None
+            return Promise(
+                waited_s=call.waited_s,
+                room_s=room_s(behind, now_s),
+                pressure=self._estimates.pressure,
+            )
 
     def leave(self, call: Call, notes: Mapping[str, Any] | None = None) -> None:
         """Remove a call that is done or no longer wants to wait; learn from notes about it."""
@@ -305,11 +319,17 @@ class Admission:
         return Job(due_s(due, now_s, last_s), need_s, call.came_s)
 
     def _learn(self, call: Call, notes: Mapping[str, Any]) -> None:
-        token_s = None
-        if call.first_used_s is not None and call.n_generated > 1:
-            used_s = call.used(time.perf_counter())
-            token_s = (used_s - call.first_used_s) / call.n_generated
+        if call.first_s is None or call.first_used_s is None:
+            self._estimates.called(call.app, None, None, notes)
+            return
+        now_s = time.perf_counter()
+        n_others = max(call.n_generated, 1)
+        answer_s, used_s = now_s - call.first_s, call.used(now_s) - call.first_used_s
+        token_s = used_s / n_others if call.n_generated > 1 else None
         self._estimates.called(call.app, call.first_used_s, token_s, notes)
+        first_others_s = call.first_s - call.came_s - call.first_used_s
+        others_s = {"ttft": first_others_s, "tpot": (answer_s - used_s) / n_others}
+        self._estimates.judge(notes, others_s)
 
     def _is_full(self) -> bool:
         return len(self.waiting) >= self._most

@@ -16,6 +16,9 @@ _WEIGHT = 0.3
 """Weight of the newest time in a running mean."""
 _PIECE_S = 0.1
 _LEAST_PIECE, _MOST_PIECE = 8, 512
+_MISSED, _KEPT = 0.1, 0.005
+"""Steps of the pressure: in balance, one promise of 21 is missed because of other calls."""
+_MOST_PRESSURE = 0.8
 _WHOLE_S = Promise(Limit(1.0), Limit(0.1))
 """Times of the whole model for an app of which none is known."""
 
@@ -36,12 +39,18 @@ class AppTimes:
 
 
 class Estimates:
-    """Running means by app, and of the time of a prompt's token."""
+    """Running means by app, and of the time of a prompt's token.
+
+    Attributes:
+        pressure: Share of the limits that calls leave for others. It rises with each promise that
+            was missed because of other calls, and falls with each that was kept.
+    """
 
     def __init__(self) -> None:
         """Start without any call."""
         self._apps: OrderedDict[str, AppTimes] = OrderedDict()
         self._token_s: float | None = None
+        self.pressure = 0.0
 
     def of(self, app: str) -> AppTimes:
         """Return the times of an app's calls."""
@@ -78,6 +87,25 @@ class Estimates:
                 times.limits[name, promised["promised"]] = promised["promised_ms"] / 1000
         while len(times.limits) > _MOST_APPS:
             del times.limits[next(iter(times.limits))]
+
+    def judge(self, notes: Mapping[str, Any], others_s: Mapping[str, float]) -> None:
+        """Adjust the pressure to a call that ended.
+
+        Args:
+            notes: Notes of the plugin ``deadlines`` about the call.
+            others_s: Seconds of the time to the first token, and of each further token, in which
+                other calls used the engine.
+        """
+        phases = [(notes.get(name), others_s[name]) for name in ("ttft", "tpot")]
+        judged = [
+            (one, s) for one, s in phases if one and one["measured_ms"] and one["promised_ms"]
+        ]
+        if not judged:
+            return
+        over = [(one["measured_ms"] - one["promised_ms"], 1000 * s) for one, s in judged]
+        is_missed = any(0 < over_ms <= others_ms for over_ms, others_ms in over)
+        change = _MISSED if is_missed else -_KEPT
+        self.pressure = min(max(self.pressure + change, 0.0), _MOST_PRESSURE)
 
     def prefilled(self, n_tokens: int, seconds: float) -> None:
         """Learn from a batch of a prompt."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -240,14 +239,12 @@ class RequestMiddleware:
         """
         left = asyncio.Event()
         watcher = asyncio.create_task(_watch(receive, left, call))
-        came = time.perf_counter()
         try:
             with call.scope:
                 await call.turn.wait()
-                waited_s = time.perf_counter() - came
-                self._metrics.waited(waited_s)
+                begun = self._admission.begun(call)
+                self._metrics.waited(begun.waited_s)
                 named = serving_context(None, call.app or None)
-                begun = Promise(waited_s=waited_s, room_s=self._admission.room_s(call))
                 with named, _declining(scope), promising(begun):
                     await self._app(scope, _replay(body, _when(left)), answer.send)
                 await answer.flush()

@@ -78,7 +78,12 @@ def make_router(service: LLMService, admission: Admission, metrics: Metrics) -> 
     @router.get("/v1/llmaas/status")
     async def status() -> dict[str, Any]:
         found = await run_in_threadpool(service.status)
-        return {**found, "queue": len(admission), "interruptions": admission.n_interruptions}
+        return {
+            **found,
+            "queue": len(admission),
+            "interruptions": admission.n_interruptions,
+            "pressure": admission.pressure,
+        }
 
     @router.get("/health")
     @router.head("/health")

@@ -160,3 +160,13 @@ def test_the_prompt_s_level_leaves_room_for_those_behind(room_s, level):
     assert found.ttft.level == level
     assert found.ttft.is_feasible  # by its own limit
     assert found.tpot.level == 1.0
+
+
+@pytest.mark.parametrize(
+    ("pressure", "levels"),
+    [(0.0, Levels(1.0, 1.0)), (0.25, Levels(0.6, 0.6)), (0.9, Levels(0.4, 0.4))],
+)
+def test_under_pressure_both_levels_leave_time_for_others(pressure, levels):
+    found = plan(question(Promise(Limit(0.1), Limit(0.01), pressure=pressure)))
+    assert found.levels == levels
+    assert all(phase.is_feasible for phase in found.phases)

@@ -230,9 +230,9 @@ def test_room_is_left_for_those_behind(admit):
     async def story():
         admission = admit()
         running = admission.enter("mail", LATER)
-        assert admission.room_s(running) is None
+        assert admission.begun(running).room_s is None
         admission.enter("keyboard", SOON)
-        room = admission.room_s(running)
+        room = admission.begun(running).room_s
         assert 0 < room < SOON.ttft.value - 0.9 * FIRST_S
 
     run(story)
@@ -249,3 +249,21 @@ def test_shares_stand_for_the_time_of_the_app_s_last_call(admit):
         assert admission._estimates.limit_s("mail", "ttft", share.ttft) == pytest.approx(0.07)
 
     run(story)
+
+
+def test_pressure_follows_promises_that_were_missed_because_of_others(admit):
+    estimates = admit()._estimates
+    slow = {"measured_ms": 300.0, "promised_ms": 200.0, "promised": "200 ms"}
+    kept = slow | {"measured_ms": 100.0}
+    others = {"ttft": 0.15, "tpot": 0.0}
+    estimates.judge({"ttft": slow, "tpot": None}, others | {"ttft": 0.05})  # late by itself
+    estimates.judge({"ttft": None, "tpot": None}, others)
+    assert estimates.pressure == 0
+    estimates.judge({"ttft": slow, "tpot": kept}, others)
+    assert estimates.pressure == pytest.approx(0.1)
+    for _ in range(10):
+        estimates.judge({"ttft": kept, "tpot": kept}, others)
+    assert estimates.pressure == pytest.approx(0.05)
+    for _ in range(99):
+        estimates.judge({"ttft": kept, "tpot": slow}, {"ttft": 0.0, "tpot": 1.0})
+    assert estimates.pressure == 0.8
