@@ -206,8 +206,8 @@ def llmaas_turn(request: Request, n_left: int) -> int | None:
     When: before each part of a prompt is evaluated, and before each token after the first. The
         implementation may let another thread make requests on the same engine, and return when it
         is this request's turn again. The host then saves the request's cells and restores them. The
-        hook is called only if plugins save and restore cells, ``Llama`` itself records what the
-        cells hold, and no logits are kept that another request would replace.
+        hook is called only if a plugin keeps these cells (``Engine.keeps_cells``), ``Llama`` itself
+        records what they hold, and no logits are kept that another request would replace.
     Thread: the app's. Cost: once a token; microseconds, unless others use the engine.
     Returns: the most prompt tokens to evaluate before the next turn, or None for all. ``n_left`` is
         the number of prompt tokens that remain to be evaluated, 0 in an answer. The least of all
@@ -223,7 +223,8 @@ def llmaas_request_resume(request: Request, levels: Levels | None, n_generated: 
     When: inside ``llmaas_turn``, after the other requests ended or were put aside, and before the
         request's cells are restored. ``levels`` is what ``llmaas_request_begin`` was told, and
         ``n_generated`` the number of tokens that were sampled so far. A plugin that sets an engine
-        up for a request in ``llmaas_request_begin`` does so again.
+        up for a request in ``llmaas_request_begin`` does so again. Cells of a prompt that were lost
+        are evaluated between two further calls, the first of them with 0 generated tokens.
     Thread: the app's. Cost: once an interruption; at most milliseconds.
     Errors: with ``on_error = "log"`` the request continues.
     """

@@ -67,6 +67,7 @@ class FakeEngine:
     parked: set[int] = field(default_factory=set)
     resident_app: str | None = None
     n_outputs: int = 1
+    keeps_cells: bool = False
     is_evaluating: bool = False
     tokens: Sequence[int] = ()
 

@@ -128,6 +128,17 @@ class Engine(Protocol):
     def n_outputs(self, n_outputs: int) -> None: ...
 
     @property
+    def keeps_cells(self) -> bool:
+        """Whether a plugin saves and restores the cells of the request in progress.
+
+        The host sets False before each request. A plugin that keeps the cells sets True in
+        ``llmaas_kv_restore``; only then may others interrupt the request (``llmaas_turn``).
+        """
+
+    @keeps_cells.setter
+    def keeps_cells(self, keeps_cells: bool) -> None: ...
+
+    @property
     def is_evaluating(self) -> bool:
         """Whether ``Llama.eval`` decodes the current batch; plugins decode batches of their own."""
 

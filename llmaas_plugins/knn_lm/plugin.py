@@ -89,6 +89,7 @@ class KnnLM:
         self._contexts: dict[int, NativeContext] = {}
         self._unsupported: dict[int, str] = {}
         self._served: dict[int, _Served] = {}
+        self._begun: dict[int, int] = {}  # id of the last request, by context
         self._interruptible: dict[int, tuple[_Served, Mixing, int]] = {}  # by the request's id
         self._prepared: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._opened: _Opened | None = None
@@ -130,12 +131,14 @@ class KnnLM:
         with self._lock:
             self._contexts.pop(ctx, None)
             self._unsupported.pop(ctx, None)
+            self._begun.pop(ctx, None)
             self._drop(ctx)
 
     @hookimpl
     def llmaas_request_begin(self, request: Request) -> None:
         """Open the datastore on disk if it is new, and prepare mixing and drafts for it."""
         engine = request.engine
+        self._begun[engine.ctx] = id(request)
         if self._config.learn:
             self._learner.request_began(engine)
         if self._config.mix:
@@ -175,6 +178,8 @@ class KnnLM:
     def llmaas_request_end(self, request: Request) -> None:
         """Stop mixing and proposing; the device may be idle now."""
         self._interruptible.pop(id(request), None)
+        if self._begun.get(request.engine.ctx) != id(request):
+            return  # it was interrupted, and another request uses the engine
         if (served := self._served.get(request.engine.ctx)) is not None:
             served.mixer.end()
         if self._config.drafts:

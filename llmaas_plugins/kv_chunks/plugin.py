@@ -163,6 +163,7 @@ class KVChunks:
         transfer = self._transfer(engine)
         if transfer is None or _NAME in request.declined:
             return None
+        engine.keeps_cells = True
         resident = engine.resident_tokens()[: engine.n_explained]
         try:
             restored = transfer.restore(request.tokens, resident, request.app, engine.resident_app)

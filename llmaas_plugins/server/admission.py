@@ -101,7 +101,7 @@ class Admission:
         """Let ``config.max_queue`` calls wait behind the one that runs."""
         self._most = config.max_queue
         self._config = config
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._estimates = Estimates()
         self._has_promises = False
         self.n_interruptions = 0
@@ -136,11 +136,11 @@ class Admission:
         Raises:
             Refusal: The queue is full, or the service is stopping.
         """
-        self.check(app)
-        if self._is_full() and (crowded_out := self._latest_of_the_largest(app)) is not None:
-            self._end_waiting(crowded_out, self._full())
         call = Call(app, promise, n_most, context)
         with self._lock:
+            self.check(app)
+            if self._is_full() and (crowded_out := self._latest_of_the_largest(app)) is not None:
+                self._end_waiting(crowded_out, self._full())
             self._has_promises = self._has_promises or bool(promise)
             self.waiting.append(call)
             self._next()
@@ -154,8 +154,9 @@ class Admission:
         """
         if self.is_stopping:
             raise stopping()
-        if self._is_full() and self._latest_of_the_largest(app) is None:
-            raise self._full()
+        with self._lock:
+            if self._is_full() and self._latest_of_the_largest(app) is None:
+                raise self._full()
 
     def begun(self, call: Call) -> Promise:
         """Return how long a call waited, and the time to leave for other calls."""
@@ -174,24 +175,28 @@ class Admission:
     def leave(self, call: Call, notes: Mapping[str, Any] | None = None) -> None:
         """Remove a call that is done or no longer wants to wait; learn from notes about it."""
         with self._lock:
-            if call is self.running:
-                self.running = None
-                self._learn(call, notes or {})
-            elif call in self.waiting:
-                self.waiting.remove(call)
-            self._next()
+            try:
+                if call is self.running:
+                    self.running = None
+                    self._learn(call, notes or {})
+                elif call in self.waiting:
+                    self.waiting.remove(call)
+            finally:
+                self._next()
 
     def stop(self) -> None:
         """Let the calls that have begun finish, and refuse all others."""
         self.is_stopping = True
-        for call in list(self.waiting):
-            self._end_waiting(call, stopping())
+        with self._lock:
+            for call in list(self.waiting):
+                self._end_waiting(call, stopping())
 
     def end_running(self) -> None:
         """End the calls that have begun."""
-        for call in (self.running, *self.interrupted):
-            if call is not None:
-                call.end(stopping())
+        with self._lock:
+            for call in (self.running, *self.interrupted):
+                if call is not None:
+                    call.end(stopping())
 
     def refuse_running(self, refusal: Refusal) -> NoReturn:
         """End the running call from within, on the engine's thread.
@@ -350,9 +355,7 @@ class Admission:
         return next(call for call in reversed(self.waiting) if call.app == largest)
 
     def _end_waiting(self, call: Call, refusal: Refusal) -> None:
-        with self._lock:
-            if call in self.waiting:
-                self.waiting.remove(call)  # at once, because its task may notice the end only later
+        self.waiting.remove(call)  # at once, because its task may notice the end only later
         call.end(refusal)
 
 

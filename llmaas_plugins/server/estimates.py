@@ -16,7 +16,7 @@ _WEIGHT = 0.3
 """Weight of the newest time in a running mean."""
 _PIECE_S = 0.1
 _LEAST_PIECE, _MOST_PIECE = 8, 512
-_MISSED, _KEPT = 0.1, 0.005
+_MISSED, _KEPT = 0.2, 0.01
 """Steps of the pressure: in balance, one promise of 21 is missed because of other calls."""
 _MOST_PRESSURE = 0.8
 _WHOLE_S = Promise(Limit(1.0), Limit(0.1))

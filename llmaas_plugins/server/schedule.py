@@ -62,10 +62,14 @@ def interrupting(running: Job, others: Sequence[Job], now_s: float) -> int | Non
     """Return the index of the job that goes before the rest of the running one; None if none does.
 
     That is the one that is due first, if one of the others would be late after the running job, but
-    not before it, and if the running job is in time even so.
+    not before it, and if the running job is in time even so. Nothing goes before a job that is
+    overdue.
     """
     first, before_s = None, 0.0
     for i in _by_due(others):
+        if others[i].due_s <= now_s:
+            is_in_time = running.slack_s(now_s) >= others[i].need_s + 2 * _SWITCH_S
+            return i if is_in_time else None
         due, before_s = others[i].due_s - now_s, before_s + others[i].need_s
         if due < before_s:  # late in any case
             before_s -= others[i].need_s

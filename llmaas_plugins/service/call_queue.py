@@ -253,7 +253,7 @@ class CallQueue(forks.Forked):
     def _slot(self) -> Iterator[None]:
         call, most = object(), self._config.max_queue
         with self._lock:
-            if len(self._calls) > most:
+            if len(self._calls) > most and not self._is_admitted:
                 raise LimitError(
                     f"{len(self._calls)} calls are running or waiting, the limit is {most}. "
                     "Try again later, or raise service.max_queue."

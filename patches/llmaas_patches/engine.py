@@ -33,6 +33,7 @@ class LlamaEngine:
         n_said: Tokens in ``Llama``'s records of the running or last request, without those that a
             draft model only proposed.
         app_drafts: Whether the app set a draft model of its own.
+        keeps_cells: Whether a plugin saves and restores the cells of the request in progress.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  facts that the host knows
@@ -55,7 +56,7 @@ class LlamaEngine:
         self.needs_all_logits = False
         self.n_outputs = 1
         self.n_said = 0
-        self.app_drafts = False
+        self.app_drafts = self.keeps_cells = False
         self._outputs = Outputs(self.ctx, bool(llama._logits_all))
         setattr(llama._batch, OUTPUTS, self._outputs)
         self._before_restore: Tokens | None = None
@@ -262,13 +263,16 @@ class LlamaEngine:
     def can_be_left(self) -> bool:
         """Return whether other requests may use the engine in the middle of one.
 
-        That needs plugins that save and restore cells, and no logits but the last batch's.
+        That needs a plugin that keeps the request's cells, and no logits but the last batch's.
         """
-        needed = ("llmaas_turn", "llmaas_kv_save", "llmaas_kv_restore")
         keeps_logits = self._outputs.app_reads_all or self.needs_all_logits
-        return all(map(self._hooks.listens, needed)) and not (
-            keeps_logits or self.is_warming_up or self.app_drafts
-        )
+        is_plain = not (keeps_logits or self.is_warming_up or self.app_drafts)
+        return is_plain and self.keeps_cells and self._hooks.listens("llmaas_turn")
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether some cells were computed sparsely, which are not saved."""
+        return self._tracker.sparse_from is not None
 
     def reusable_tokens(self) -> Tokens:
         """Return the leading ``resident_tokens`` whose cells may be saved or reused.

@@ -62,13 +62,13 @@ class Turns:
         if not self.is_other:
             self.logits.append(view.logits.copy())
 
-    def answer(self, at=(), prompt=PROMPT, **options):
+    def answer(self, at=(), prompt=PROMPT, context_id=None, **options):
         """Return the text of an answer in which others interrupt at turns ``at``.
 
         The app is a new one, so that nothing of the prompt is stored.
         """
         self.at, self.left, self.logits, self.requests = frozenset(at), [], [], []
-        with serving_context(None, next(APPS)):
+        with serving_context(context_id, next(APPS)):
             reply = self.llama.create_completion(prompt, **(SAMPLED | options))
         return reply["choices"][0]["text"]
 

@@ -133,6 +133,7 @@ class End:
         engine = self.engine
         if not engine.is_alive:
             raise ReferenceError("the Llama object was closed while another request used it")
+        self.saves = False  # until the cells are this request's again
         if self.is_away:
             engine.end()
         engine.settle()
@@ -153,6 +154,8 @@ class End:
             self.is_away = True  # first, as the cells are another request's from now on
             if self.saves:
                 self._save()
+            if not self.engine.app_drafts:  # a plugin's, which attaches it again
+                self.engine.llama.draft_model = None
             return
         request, stats = self.request, self.run.clock.stats
         try:

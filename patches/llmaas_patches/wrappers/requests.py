@@ -57,9 +57,11 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
 
     def steps(llama: Llama, tokens: Sequence[int], inner: _Tokens, run: Run) -> _Tokens:
         end = _register(host, llama, tokens, run)
-        engine, clock, turns = end.engine, run.clock, _turns(host, end)
+        engine, clock = end.engine, run.clock
         try:
-            token = _first_token(end, inner, _begin(host, end), turns)
+            first_output = _begin(host, end)
+            turns = _turns(host, end)
+            token = _first_token(end, inner, first_output, turns)
             engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
             while token is not None:
                 clock.token(turns)
@@ -159,7 +161,7 @@ def _register(host: Host, llama: Llama, tokens: Sequence[int], run: Run) -> End:
     engine.drop_half_restored()
     if run.resets:
         engine.drop_sparse()
-    engine.app_drafts = llama.draft_model is not None
+    engine.app_drafts, engine.keeps_cells = llama.draft_model is not None, False
     end = End(host, engine, _request(engine, tokens, run.given, run.scope), run)
     engine.begin(end)
     return end
@@ -187,7 +189,7 @@ def _begin(host: Host, end: End) -> int | None:
 
 def _turns(host: Host, end: End) -> Turns | None:
     """Return the turns of a request, or None if it keeps its engine to the end."""
-    if not (end.run.resets and end.engine.can_be_left()):
+    if not (end.run.resets and end.is_sound and end.engine.can_be_left()):
         return None
     return Turns(host, end, end.run.scope, _restore)
 
@@ -197,7 +199,7 @@ def _first_token(
 ) -> int | None:
     """Evaluate the prompt; return the first token, or None if the generator gives none."""
     engine, run = end.engine, end.run
-    if turns is not None and end.is_sound:
+    if turns is not None:
         turns.evaluate_prompt(end.levels, end.n_reused, first_output)
     outputs, drops = engine.giving_outputs(first_output), engine.recording_drops()
     # `Llama.reset`, which comes first, gives the records to the scope's app

@@ -32,12 +32,14 @@ class Interruptible(Protocol):
         is_waiting: Whether others may use the engine now. If one does, the request's cells are
             saved, and ``is_away`` is set.
         is_away: Whether another request has used the engine since.
+        saves: Whether the cells are the request's, and are saved at its end.
     """
 
     engine: LlamaEngine
     request: Request
     is_waiting: bool
     is_away: bool
+    saves: bool
 
     def come_back(self) -> None:
         """Register the request with its engine again.
@@ -97,7 +99,7 @@ class Turns:
         """
         engine, end = self._end.engine, self._end
         held = engine.resident_tokens()[:n_held]
-        if len(held) > engine.n_explained:
+        if len(held) > engine.n_explained or engine.is_sparse:
             return None  # plugins cannot save these cells
         state, began = engine.leave(), time.perf_counter()
         end.is_waiting = True
@@ -105,28 +107,38 @@ class Turns:
             n_most = self._host.hooks.turn(end.request, n_left)
         finally:
             end.is_waiting = False
-        if end.is_away or engine.n_explained < len(held):  # without a request, an app changed cells
+        is_changed = not engine.is_alive or engine.n_explained < len(held)  # without a request
+        if end.is_away or is_changed:
             end.come_back()
             engine.enter(state)
-            self._host.hooks.request_resume(end.request, levels, n_generated)
-            self._bring_back(held)
+            self._bring_back(held, levels, n_generated)
+            end.saves = True
             self.away_s += time.perf_counter() - began
         return n_most
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _bring_back(self, held: Tokens) -> None:
-        """Fill the cells with exactly these tokens; those that were not restored are evaluated."""
-        engine = self._end.engine
-        request = dataclasses.replace(self._end.request, tokens=held)
+    def _bring_back(self, held: Tokens, levels: Levels | None, n_generated: int) -> None:
+        """Fill the cells with exactly these tokens.
+
+        Tokens that no plugin restored are evaluated: the prompt's as a prompt, the answer's one by
+        one, each at its level.
+        """
+        host, engine, request = self._host, self._end.engine, self._end.request
+        host.hooks.request_resume(request, levels, n_generated)
         engine.shorten(engine.n_explained)  # the rest may be cells that an app changed
         with request_scope.entered(self._scope):
-            n_restored = self._restore(self._host, engine, request) if len(held) else 0
+            restored = dataclasses.replace(request, tokens=held)
+            n = self._restore(host, engine, restored) if len(held) else 0
         engine.resident_app = request.app
-        if n_restored < len(held):
-            self._evaluate(held, n_restored)
-        else:
-            engine.shorten(len(held))
+        engine.shorten(n)
+        prompt = held[: len(request.tokens)]
+        if n < len(prompt):
+            host.hooks.request_resume(request, levels, 0)
+            self._evaluate(prompt, n)
+            host.hooks.request_resume(request, levels, n_generated)
+        for i in range(max(n, len(prompt)), len(held)):
+            self._evaluate(held[: i + 1], i)
 
     def _evaluate(self, tokens: Tokens, n_done: int) -> None:
         """Evaluate these tokens but for the first ``n_done``, which the cells hold."""

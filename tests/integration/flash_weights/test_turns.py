@@ -1,4 +1,4 @@
-"""A sparse answer that others interrupt goes on sparsely, after exactly computed cells."""
+"""Sparse answers are not interrupted, as their cells cannot be kept; their prompts are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sparse:
             self.found.append((step.n_tokens == 1, self.native.sparse_tokens))
 
 
-def test_an_interrupted_answer_goes_on_sparsely(sparse, tmp_path):
+def test_prompts_of_sparse_answers_are_interrupted(sparse, tmp_path):
     witness = Sparse()
     table = {"mode": "sparse", "arena": 4 * MIB}
     with opened(sparse, tmp_path, extra=witness, flash_weights=table) as turns:
@@ -32,9 +32,9 @@ def test_an_interrupted_answer_goes_on_sparsely(sparse, tmp_path):
         prompt = list(range(300, 350))
         turns.answer(prompt=prompt)
         alone, witness.found = witness.found, []
-        turns.answer([1, 6], prompt=prompt)
-        assert len(turns.replies) == 2
+        turns.answer([1, 3, 6], prompt=prompt)
+        assert len(turns.replies) == 2  # before the answer's first sparse cell
         single = [is_sparse for is_single, is_sparse in witness.found if is_single]
         assert single == [is_sparse for is_single, is_sparse in alone if is_single]
         assert all(single)
-        assert turns.left == [50, 26, 2, *[0] * 11]
+        assert turns.left == [50, 26, 2, 0]

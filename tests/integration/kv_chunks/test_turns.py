@@ -9,7 +9,7 @@ from preparing import prepare
 from switching import PROMPT
 
 from llmaas_hooks import Levels, hookimpl
-from llmaas_plugins import elastic
+from llmaas_plugins import elastic, without
 from llmaas_plugins.activation import active_suite
 
 
@@ -75,6 +75,32 @@ def test_requests_with_an_apps_own_state_keep_the_engine(reference_model, tmp_pa
         turns.llama.draft_model = None
         turns.answer([0], stopping_criteria=StoppingCriteriaList([lambda *_: False]))
         assert turns.left
+
+
+def test_only_requests_whose_cells_are_kept_are_interrupted(reference_model, tmp_path):
+    with opened(reference_model, tmp_path) as turns:
+        with without("kv_chunks"):
+            turns.answer([0])
+        assert not turns.left
+        turns.answer([0])
+        assert turns.left
+
+
+def test_lost_cells_are_evaluated_at_their_levels(reference_model, tmp_path):
+    """A store without room forgets them; the prompt's and the answer's levels differ."""
+
+    class Forgetting(Turns):
+        def ask_other(self):
+            super().ask_other()
+            self.llama._ctx.kv_cache_clear()
+            active_suite().evict("long")
+
+    model = prepare(reference_model, tmp_path / "model.gguf", tables=("uniform",))
+    with opened(model, tmp_path, turns=Forgetting(), elastic={}) as turns:
+        with elastic.level(prefill=0.4, decode=0.8):
+            expected = turns.answer(temperature=0.0, context_id="long")
+            assert turns.answer([8], temperature=0.0, context_id="long") == expected
+            assert turns.answer([2], temperature=0.0, context_id="long") == expected
 
 
 def test_an_interrupted_request_that_fails_ends(reference_model, tmp_path):

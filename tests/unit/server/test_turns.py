@@ -260,10 +260,10 @@ def test_pressure_follows_promises_that_were_missed_because_of_others(admit):
     estimates.judge({"ttft": None, "tpot": None}, others)
     assert estimates.pressure == 0
     estimates.judge({"ttft": slow, "tpot": kept}, others)
-    assert estimates.pressure == pytest.approx(0.1)
+    assert estimates.pressure == pytest.approx(0.2)
     for _ in range(10):
         estimates.judge({"ttft": kept, "tpot": kept}, others)
-    assert estimates.pressure == pytest.approx(0.05)
+    assert estimates.pressure == pytest.approx(0.1)
     for _ in range(99):
         estimates.judge({"ttft": kept, "tpot": slow}, {"ttft": 0.0, "tpot": 1.0})
     assert estimates.pressure == 0.8
