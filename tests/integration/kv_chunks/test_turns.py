@@ -96,11 +96,13 @@ def test_lost_cells_are_evaluated_at_their_levels(reference_model, tmp_path):
             active_suite().evict("long")
 
     model = prepare(reference_model, tmp_path / "model.gguf", tables=("uniform",))
-    with opened(model, tmp_path, turns=Forgetting(), elastic={}) as turns:
-        with elastic.level(prefill=0.4, decode=0.8):
-            expected = turns.answer(temperature=0.0, context_id="long")
-            assert turns.answer([8], temperature=0.0, context_id="long") == expected
-            assert turns.answer([2], temperature=0.0, context_id="long") == expected
+    with (
+        opened(model, tmp_path, turns=Forgetting(), elastic={}) as turns,
+        elastic.level(prefill=0.4, decode=0.8),
+    ):
+        expected = turns.answer(temperature=0.0, context_id="long")
+        assert turns.answer([8], temperature=0.0, context_id="long") == expected
+        assert turns.answer([2], temperature=0.0, context_id="long") == expected
 
 
 def test_an_interrupted_request_that_fails_ends(reference_model, tmp_path):
