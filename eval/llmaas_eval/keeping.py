@@ -24,6 +24,7 @@ REPORTS = (
     "llmaas_eval.recovery.report",
     "llmaas_eval.deadlines.report",
     "llmaas_eval.deadlines.certificate_report",
+    "llmaas_eval.deadlines.loaded.kept",
     "llmaas_eval.tasks.report",
     "llmaas_eval.pareto.report",
     "llmaas_eval.benchmarks.kv_chunks",

@@ -1,0 +1,12 @@
+"""Tables of promises under load of which a result is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmaas_eval.deadlines.loaded import report
+from llmaas_eval.tables import Maker
+
+__all__ = ["TABLES"]
+
+TABLES: Mapping[str, Maker] = {"deadlines-loaded": report.TABLES["deadlines-loaded"]}
