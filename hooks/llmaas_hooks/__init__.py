@@ -51,6 +51,7 @@ from llmaas_hooks.native import (
 )
 from llmaas_hooks.promises import NO_PROMISE, LevelTimes, Limit, Promise, RequestCost
 from llmaas_hooks.request_scope import RequestScope, serving_context
+from llmaas_hooks.request_stats import RequestStats
 from llmaas_hooks.tokens import common_prefix
 from llmaas_hooks.types import (
     ContextCreate,
@@ -65,7 +66,6 @@ from llmaas_hooks.types import (
     Override,
     Plugin,
     Request,
-    RequestStats,
     Tokens,
 )
 

@@ -21,6 +21,7 @@ from llmaas_hooks.markers import NAME
 from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
 from llmaas_hooks.promises import RequestCost
 from llmaas_hooks.request_scope import RequestScope
+from llmaas_hooks.request_stats import RequestStats
 from llmaas_hooks.tokens import common_prefix
 from llmaas_hooks.types import (
     ContextCreate,
@@ -30,7 +31,6 @@ from llmaas_hooks.types import (
     LogitsView,
     ModelLoad,
     Request,
-    RequestStats,
     Tokens,
 )
 

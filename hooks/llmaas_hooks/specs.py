@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
     from llmaas_hooks.promises import RequestCost
     from llmaas_hooks.request_scope import RequestScope
+    from llmaas_hooks.request_stats import RequestStats
     from llmaas_hooks.types import (
         ContextCreate,
         DecodeStep,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         LogitsView,
         ModelLoad,
         Request,
-        RequestStats,
         Tokens,
     )
 

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from llmaas_hooks.manager import HookManager
+from llmaas_hooks.request_stats import RequestStats
 from llmaas_hooks.types import (
     DecodeStep,
     Engine,
@@ -27,7 +28,6 @@ from llmaas_hooks.types import (
     ModelLoad,
     Plugin,
     Request,
-    RequestStats,
     Tokens,
 )
 

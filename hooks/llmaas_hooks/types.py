@@ -28,7 +28,6 @@ __all__ = [
     "Override",
     "Plugin",
     "Request",
-    "RequestStats",
     "Tokens",
 ]
 
@@ -368,33 +367,6 @@ class Request:
     promise: Promise = NO_PROMISE
     notes: dict[str, Any] | None = None
     reads_tokens: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RequestStats:
-    """Counts and times of a finished request.
-
-    Attributes:
-        n_prompt: Number of prompt tokens.
-        n_reused: Number of prompt tokens whose cells were there before evaluation started.
-        n_generated: Number of generated tokens.
-        prepare_s: Seconds from the call until evaluation could start (the switch latency).
-        first_token_s: Seconds from the call to the first token; None if there was no token.
-        total_s: Seconds from the call until its generator ended.
-        decode_s: Seconds that the tokens after the first took, without the app's time between them.
-        first_away_s: Seconds of ``first_token_s`` in which other requests used the engine.
-        decode_away_s: Seconds of ``decode_s`` in which other requests used the engine.
-    """
-
-    n_prompt: int
-    n_reused: int
-    n_generated: int
-    prepare_s: float
-    first_token_s: float | None
-    total_s: float
-    decode_s: float = 0.0
-    first_away_s: float = 0.0
-    decode_away_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,10 +141,8 @@ class LlamaEngine:
         """
         if self.n_outputs <= 1:
             return None
-        first, llama = max(0, n_prompt - self.n_outputs), self.llama
-        if llama.n_tokens > first:
-            llama.n_tokens = first
-            require_evaluation(llama)
+        first = max(0, n_prompt - self.n_outputs)
+        self.shorten(first)
         return first
 
     @contextmanager
@@ -251,13 +249,11 @@ class LlamaEngine:
 
     def leave(self) -> Left:
         """Return what ``Llama`` holds of a request beside its cells, before others may use it."""
-        llama = self.llama
-        return Left(llama._sampler, llama._seed, self.n_said, self.app_drafts)
+        return Left(self.llama._sampler, self.llama._seed, self.n_said, self.app_drafts)
 
     def enter(self, left: Left) -> None:
         """Put back what ``leave`` returned."""
-        llama = self.llama
-        llama._sampler, llama._seed = left.sampler, left.seed
+        self.llama._sampler, self.llama._seed = left.sampler, left.seed
         self.n_said, self.app_drafts = left.n_said, left.app_drafts
 
     def can_be_left(self) -> bool:
@@ -266,8 +262,8 @@ class LlamaEngine:
         That needs a plugin that keeps the request's cells, and no logits but the last batch's.
         """
         keeps_logits = self._outputs.app_reads_all or self.needs_all_logits
-        is_plain = not (keeps_logits or self.is_warming_up or self.app_drafts)
-        return is_plain and self.keeps_cells and self._hooks.listens("llmaas_turn")
+        is_special = keeps_logits or self.is_warming_up or self.app_drafts
+        return self.keeps_cells and not is_special and self._hooks.listens("llmaas_turn")
 
     @property
     def is_sparse(self) -> bool:

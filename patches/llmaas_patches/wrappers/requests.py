@@ -59,8 +59,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         end = _register(host, llama, tokens, run)
         engine, clock = end.engine, run.clock
         try:
-            first_output = _begin(host, end)
-            turns = _turns(host, end)
+            first_output, turns = _begin(host, end)
             token = _first_token(end, inner, first_output, turns)
             engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
             while token is not None:
@@ -167,11 +166,12 @@ def _register(host: Host, llama: Llama, tokens: Sequence[int], run: Run) -> End:
     return end
 
 
-def _begin(host: Host, end: End) -> int | None:
+def _begin(host: Host, end: End) -> tuple[int | None, Turns | None]:
     """Begin a request, and restore cells.
 
     Returns:
-        First token that must give logits; None if only the last one must.
+        First token that must give logits, or None if only the last one must; and the request's
+        turns, or None if it keeps its engine to the end.
     """
     engine, request, run = end.engine, end.request, end.run
     end.is_begun = True
@@ -184,7 +184,7 @@ def _begin(host: Host, end: End) -> int | None:
         raise
     run.clock.prepared()
     end.saves = True
-    return first_output
+    return first_output, _turns(host, end)
 
 
 def _turns(host: Host, end: End) -> Turns | None:
