@@ -55,11 +55,26 @@ def called(monkeypatch):
     return names
 
 
+class Interrupting:
+    """Keeps requests' cells in name only, and loses them in answers."""
+
+    @hookimpl
+    def llmaas_kv_restore(self, request):
+        request.engine.keeps_cells = True
+
+    @hookimpl
+    def llmaas_turn(self, request, n_left):
+        if n_left == 0:
+            request.engine.llama._ctx.kv_cache_clear()
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_is_called(name, make, called):
     plugin = plugin_of(name)
     hooks = HookManager("raise")
     hooks.register("example", plugin)
+    if name in {"llmaas_turn", "llmaas_request_resume"}:
+        hooks.register("interrupting", Interrupting())
     installed = install(hooks)
     try:
         llama = make()
