@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import anyio
 from fastapi import APIRouter, HTTPException, Response
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
@@ -30,6 +30,12 @@ from llmaas_plugins.service.level_arguments import levels_of
 from llmaas_plugins.service.service import Context, LLMService
 
 __all__ = ["make_router"]
+
+_SHARE = {"type": "number", "minimum": 0.2, "maximum": 1.0}
+_LEVEL = {
+    "anyOf": [_SHARE, {"type": "object", "properties": {"prefill": _SHARE, "decode": _SHARE}}],
+    "description": "Share of an elastic model, for all tokens or for prompt and answer each.",
+}
 
 
 class NewContextBody(BaseModel):
@@ -57,7 +63,7 @@ class CallBody(BaseModel):
     stop: list[Annotated[str, Field(max_length=LONGEST_STOP)]] | None = Field(
         default=None, max_length=MOST_STOPS
     )
-    level: Annotated[Levels, BeforeValidator(levels_of)] = Levels()
+    level: Annotated[Levels, BeforeValidator(levels_of), WithJsonSchema(_LEVEL)] = Levels()
     slo: Any = Field(
         default=None,
         description='Latency that is asked for, such as {"ttft": "300 ms", "tpot": "60 %"}; the '
