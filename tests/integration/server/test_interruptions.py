@@ -126,3 +126,10 @@ def test_calls_in_the_order_of_arrival_are_not_interrupted(tmp_path):
         streamed(server, LONG, short.start)
         short.join()
         assert server.status()["interruptions"] == 0
+
+
+def test_the_interface_describes_levels(server):
+    with urllib.request.urlopen(f"{server.address}/openapi.json", timeout=60) as answer:
+        found = json.loads(answer.read())
+    level = found["components"]["schemas"]["CallBody"]["properties"]["level"]
+    assert [one["type"] for one in level["anyOf"]] == ["number", "object"]
