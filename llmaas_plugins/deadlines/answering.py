@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp
@@ -19,14 +19,13 @@ from numpy.ctypeslib import as_array
 from llmaas_hooks import LlmaasError, Tokens
 from llmaas_plugins.deadlines.answers import Answers
 from llmaas_plugins.deadlines.margin import first_two
-from llmaas_plugins.machine import usable_processors
+from llmaas_plugins.model.batch_context import BatchContext
 
 __all__ = ["Comparison", "Sequences", "answers_to"]
 
 _MOST_TOGETHER, _MOST_CELLS, _MOST_BATCH = 16, 8192, 512
 _CELLS_STEP = 256
 """Cells of a sequence are a multiple of this in llama.cpp."""
-_MOST_LOGITS_BYTES = 64 << 20
 
 
 class Comparison(NamedTuple):
@@ -43,12 +42,10 @@ class Comparison(NamedTuple):
     at_level: Callable[[float], AbstractContextManager[None]]
 
 
-class Sequences:
-    """Context with a sequence for each of several prompts. Call ``close``, or use ``with``.
+class Sequences(BatchContext):
+    """Context with a sequence for each of several prompts.
 
     Attributes:
-        ctx: Address of the ``llama_context``.
-        n_vocab: Size of the vocabulary.
         n_together: Number of sequences.
     """
 
@@ -63,38 +60,16 @@ class Sequences:
         Raises:
             LlmaasError: There is no memory for the context.
         """
-        self._vocab = llama_cpp.llama_model_get_vocab(model)
-        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
-        self._n_batch = max(1, min(_MOST_BATCH, _MOST_LOGITS_BYTES // (4 * self.n_vocab)))
-        params = llama_cpp.llama_context_default_params()
         n_cells = -(-n_cells // _CELLS_STEP) * _CELLS_STEP
         self.n_together = max(1, min(_MOST_TOGETHER, _MOST_CELLS // n_cells))
-        params.n_seq_max, params.n_ctx = self.n_together, self.n_together * n_cells
-        params.n_batch = params.n_ubatch = self._n_batch
-        params.n_threads = params.n_threads_batch = n_threads or usable_processors()
-        self.ctx = llama_cpp.llama_init_from_model(model, params)
-        if self.ctx is None:
-            raise LlmaasError(
-                f"no memory for a context of {params.n_ctx} tokens. Close other programs, or use "
-                "shorter prompts."
-            )
-        self._memory = llama_cpp.llama_get_memory(self.ctx)
-        self._batch = llama_cpp.llama_batch_init(self._n_batch, 0, 1)
-
-    def close(self) -> None:
-        """Free the context; closing it again does nothing."""
-        if self.ctx is not None:
-            llama_cpp.llama_batch_free(self._batch)
-            llama_cpp.llama_free(self.ctx)
-            self.ctx = None
-
-    def __enter__(self) -> Self:
-        """Return the open context."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the context."""
-        self.close()
+        super().__init__(
+            model,
+            n_sequences=self.n_together,
+            n_cells=n_cells,
+            most_batch=_MOST_BATCH,
+            n_threads=n_threads,
+            out_of_memory=". Close other programs, or use shorter prompts.",
+        )
 
     def is_end(self, token: int) -> bool:
         """Return whether a token ends an answer."""

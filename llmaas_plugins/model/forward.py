@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from llama_cpp import llama_cpp
@@ -12,7 +12,7 @@ from numpy.ctypeslib import as_array
 from numpy.typing import NDArray
 
 from llmaas_hooks import LlmaasError, NativeContext, Tokens, hookimpl
-from llmaas_plugins.machine import usable_processors
+from llmaas_plugins.model.batch_context import BatchContext
 
 __all__ = ["Evaluator", "Listener", "log_softmax"]
 
@@ -24,10 +24,6 @@ _LENGTH = 512
 Both are short because attention results shrink as contexts grow.
 """
 _N_SEQUENCES = 4
-_MOST_LOGITS_BYTES = 64 << 20
-"""Limit of a batch's logits. Logits of every token are requested, because the last layer skips
-other tokens.
-"""
 
 
 class Listener:
@@ -65,12 +61,10 @@ class Listener:
         return context
 
 
-class Evaluator:
-    """Context for evaluating tokens. Call ``close`` after use, or use ``with``.
+class Evaluator(BatchContext):
+    """Context for evaluating tokens.
 
-    Attributes:
-        ctx: Address of the ``llama_context``.
-        n_vocab: Size of the model's vocabulary.
+    Logits of every token are requested, because the last layer skips other tokens.
     """
 
     def __init__(self, model: Any, n_threads: int = 0) -> None:
@@ -79,37 +73,15 @@ class Evaluator:
         Raises:
             LlmaasError: There is no memory for the context.
         """
-        self._vocab = llama_cpp.llama_model_get_vocab(model)
-        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
         self._length = min(_LENGTH, int(llama_cpp.llama_model_n_ctx_train(model)))
-        self._n_batch = min(self._length, max(1, _MOST_LOGITS_BYTES // (4 * self.n_vocab)))
-        params = llama_cpp.llama_context_default_params()
-        params.n_seq_max, params.n_ctx = _N_SEQUENCES, _N_SEQUENCES * self._length
-        params.n_batch = params.n_ubatch = self._n_batch
-        params.n_threads = params.n_threads_batch = n_threads or usable_processors()
-        self.ctx = llama_cpp.llama_init_from_model(model, params)
-        if self.ctx is None:
-            raise LlmaasError(
-                f"no memory for a context of {params.n_ctx} tokens to calibrate with. Close other "
-                "programs, or use a smaller model."
-            )
-        self._memory = llama_cpp.llama_get_memory(self.ctx)
-        self._batch = llama_cpp.llama_batch_init(self._n_batch, 0, 1)
-
-    def close(self) -> None:
-        """Free the context; closing it again does nothing."""
-        if self.ctx is not None:
-            llama_cpp.llama_batch_free(self._batch)
-            llama_cpp.llama_free(self.ctx)
-            self.ctx = None
-
-    def __enter__(self) -> Self:
-        """Return the open evaluator."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the evaluator."""
-        self.close()
+        super().__init__(
+            model,
+            n_sequences=_N_SEQUENCES,
+            n_cells=self._length,
+            most_batch=self._length,
+            n_threads=n_threads,
+            out_of_memory=" to calibrate with. Close other programs, or use a smaller model.",
+        )
 
     def evaluate(self, text: Tokens, n_tokens: int) -> Iterator[int]:
         """Evaluate windows from all over a text; yield the numbers of tokens done."""

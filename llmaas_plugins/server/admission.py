@@ -47,7 +47,6 @@ class Call:
         context: Name of the persistent context; empty without one. Calls in one context run one
             after the other.
         came_s: Time of its arrival.
-        waited_s: Seconds that it waited for its first turn.
         turn: Event that is set when the call may run.
         scope: Cancel scope around everything that the call does.
         is_over: Whether the client left, or the call was ended; its results are then discarded.
@@ -68,7 +67,6 @@ class Call:
     n_most: int | None = None
     context: str = ""
     came_s: float = field(default_factory=time.perf_counter)
-    waited_s: float = 0.0
     turn: anyio.Event = field(default_factory=anyio.Event)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     is_over: bool = False
@@ -162,12 +160,12 @@ class Admission:
         """Return how long a call waited, and the time to leave for other calls."""
         now_s = time.perf_counter()
         with self._lock:
-            call.waited_s = now_s - call.came_s
+            waited_s = now_s - call.came_s
             if self._config.schedule == "fifo":
-                return Promise(waited_s=call.waited_s)
+                return Promise(waited_s=waited_s)
             behind = [self._job(one, now_s) for one in self.waiting if one.promise.ttft is not None]
             return Promise(
-                waited_s=call.waited_s,
+                waited_s=waited_s,
                 room_s=room_s(behind, now_s),
                 pressure=self._estimates.pressure,
             )

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -16,12 +15,12 @@ from tqdm import tqdm
 from llmaas_eval.batches import loaded
 from llmaas_eval.elastic.readings import Reading, read_window
 from llmaas_eval.elastic.texts import Windows
+from llmaas_eval.evaluated import log_probabilities
 from llmaas_hooks import WeightClaim, hookimpl
 from llmaas_hooks.native import NativeContext
 from llmaas_plugins import activate
 from llmaas_plugins.elastic.parts import part_claims
 from llmaas_plugins.elastic.units import Blocks, Widths
-from llmaas_plugins.model.forward import log_softmax
 
 __all__ = ["FULL", "Claimer", "Reader", "Variant", "opened", "readings"]
 
@@ -96,25 +95,7 @@ class Reader:
         """
         self._context.level = level
         llama_cpp.llama_memory_clear(self._memory, False)
-        n_tokens = len(tokens)
-        batch = llama_cpp.llama_batch_init(n_tokens, 0, 1)
-        try:
-            _fill(batch, tokens.tolist())
-            status = llama_cpp.llama_decode(self._ctx, batch)
-        finally:
-            llama_cpp.llama_batch_free(batch)
-        if status != 0:
-            raise RuntimeError(f"llama_decode returned {status} for {n_tokens} tokens")
-        rows = llama_cpp.llama_get_logits(self._ctx)
-        return log_softmax(np.ctypeslib.as_array(rows, shape=(n_tokens, self._n_vocab)))
-
-
-def _fill(batch: Any, tokens: Sequence[int]) -> None:
-    batch.n_tokens = len(tokens)
-    for i, token in enumerate(tokens):
-        batch.token[i], batch.pos[i] = token, i
-        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-        batch.logits[i] = True
+        return log_probabilities(self._ctx, self._n_vocab, [(tokens.tolist(), 0, 0)])
 
 
 @contextlib.contextmanager

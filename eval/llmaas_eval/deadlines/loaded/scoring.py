@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import llama_cpp
 import numpy as np
@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from llmaas_eval.batches import loaded
 from llmaas_eval.elastic.engine import FULL, Claimer, Variant
+from llmaas_eval.evaluated import Part, log_probabilities
 from llmaas_hooks.native import NativeContext
 from llmaas_plugins import activate
-from llmaas_plugins.model.forward import log_softmax
 
 __all__ = ["Item", "Pair", "Scores", "scores"]
 
@@ -130,9 +130,7 @@ class _Engine:
             found.append(float(predicted[n_lead:].mean()))
         return np.array(found)
 
-    def decode(
-        self, parts: Sequence[tuple[Sequence[int], int, int]], level: int
-    ) -> list[NDArray[np.float32]]:
+    def decode(self, parts: Sequence[Part], level: int) -> list[NDArray[np.float32]]:
         """Evaluate tokens; return log probabilities after each, an array for each part.
 
         Args:
@@ -142,33 +140,12 @@ class _Engine:
         Raises:
             RuntimeError: ``llama_decode`` failed.
         """
-        n_tokens = sum(len(tokens) for tokens, _, _ in parts)
-        if not n_tokens:
+        if not any(len(tokens) for tokens, _, _ in parts):
             return []
         self._native.level = level if self._has_levels else FULL
-        batch = llama_cpp.llama_batch_init(n_tokens, 0, 1)
-        try:
-            _fill(batch, parts)
-            status = llama_cpp.llama_decode(self._ctx, batch)
-        finally:
-            llama_cpp.llama_batch_free(batch)
-        if status != 0:
-            raise RuntimeError(f"llama_decode returned {status} for {n_tokens} tokens")
-        rows = llama_cpp.llama_get_logits(self._ctx)
-        logs = log_softmax(np.ctypeslib.as_array(rows, shape=(n_tokens, self._n_vocab)))
+        logs = log_probabilities(self._ctx, self._n_vocab, parts)
         ends = np.cumsum([len(tokens) for tokens, _, _ in parts])[:-1]
         return np.split(logs, ends)
-
-
-def _fill(batch: Any, parts: Sequence[tuple[Sequence[int], int, int]]) -> None:
-    batch.n_tokens = i = 0
-    for tokens, start, sequence in parts:
-        for position, token in enumerate(tokens, start):
-            batch.token[i], batch.pos[i] = token, position
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-            batch.logits[i] = True
-            i += 1
-    batch.n_tokens = i
 
 
 def _common(prompts: Sequence[Sequence[int]]) -> list[int]:
