@@ -15,6 +15,8 @@ _TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|%)", re.ASCII)
 _UNITS = {"ms": 1e-3, "s": 1.0, "%": 1e-2}
 _MOST_S, _MOST_SHARE = 86_400.0, 10.0
 _MOST_SHOWN = 80
+_MOST_AHEAD, _UNKNOWN_AHEAD = 64, 16
+"""Most tokens of an answer to plan with, and the number if no end is known."""
 _EXPECTED = "expected a time such as '300 ms', or a share of the whole model's such as '60 %'"
 
 
@@ -72,6 +74,7 @@ class Promise:
         room_s: Seconds within which the first token should come, so that requests that wait behind
             keep their promises; None if none waits.
         pressure: Share of both limits to leave for other requests, from 0 to below 1.
+        n_most: Most tokens of the answer; None if there is no limit.
     """
 
     ttft: Limit | None = None
@@ -79,6 +82,7 @@ class Promise:
     waited_s: float = 0.0
     room_s: float | None = None
     pressure: float = 0.0
+    n_most: int | None = None
 
     def __bool__(self) -> bool:
         """Return whether any limit is promised."""
@@ -92,7 +96,13 @@ class Promise:
             self.waited_s + other.waited_s,
             other.room_s if self.room_s is None else self.room_s,
             max(self.pressure, other.pressure),
+            other.n_most if self.n_most is None else self.n_most,
         )
+
+    def n_ahead(self, n_generated: int) -> int:
+        """Return the number of the answer's tokens to plan with, after ``n_generated``."""
+        n_left = _UNKNOWN_AHEAD if self.n_most is None else self.n_most - n_generated
+        return min(max(n_left, 0), _MOST_AHEAD)
 
 
 NO_PROMISE = Promise()

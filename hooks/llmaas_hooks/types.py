@@ -298,6 +298,8 @@ class Levels:
         decode: Share from the first sampled token on, or None.
         at_first_token: Function from the logits of the first token, shape ``(n_vocab,)``, to the
             share that replaces ``decode``. It must not change or keep the logits.
+        at_resume: Function from the number of tokens that were sampled to the share that replaces
+            ``decode`` when the answer goes on after other requests used its engine.
     """
 
     prefill: float | None = None
@@ -305,6 +307,7 @@ class Levels:
     at_first_token: Callable[[NDArray[np.float32]], float] | None = field(
         default=None, kw_only=True
     )
+    at_resume: Callable[[int], float] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check both levels.
@@ -312,8 +315,9 @@ class Levels:
         Raises:
             ConfigError: A level is not a number from 0.2 to 1.0, or the level to replace is None.
         """
-        if self.at_first_token is not None and self.decode is None:
-            raise ConfigError("at_first_token replaces the level of decode, which is None")
+        for name in ("at_first_token", "at_resume"):
+            if getattr(self, name) is not None and self.decode is None:
+                raise ConfigError(f"{name} replaces the level of decode, which is None")
         for name, level in (("prefill", self.prefill), ("decode", self.decode)):
             if level is not None and not _is_level(level):
                 is_one = repr(self.prefill) == repr(self.decode)  # true for two NaNs, too
@@ -331,6 +335,7 @@ class Levels:
             other.prefill if self.prefill is None else self.prefill,
             answer.decode,
             at_first_token=answer.at_first_token,
+            at_resume=answer.at_resume,
         )
 
 

@@ -19,7 +19,7 @@ from llmaas_hooks import Levels, LevelTimes, Promise, RequestCost
 from llmaas_plugins.deadlines.correction import Fit
 from llmaas_plugins.deadlines.policies import Policy
 
-__all__ = ["Phase", "Plan", "Question", "answer_phase", "plan"]
+__all__ = ["Phase", "Plan", "Question", "answer_phase", "plan", "resumed_phase"]
 
 _ROUNDING = 1e-9
 
@@ -118,6 +118,36 @@ def answer_phase(question: Question, level: float) -> Phase:
     return _answer_options(question).phase(level)
 
 
+def resumed_phase(question: Question, phase: Phase, n_generated: int, passed_s: float) -> Phase:
+    """Return the plan of an answer that goes on after other requests used its engine.
+
+    The level is narrower than before if the remaining tokens have to make up for lost time.
+
+    Args:
+        question: Everything that the plan depends on.
+        phase: Plan of the answer so far.
+        n_generated: Number of tokens that were sampled.
+        passed_s: Seconds since the first of them.
+    """
+    options, n_left = _answer_options(question), question.promise.n_ahead(n_generated)
+    if options.limit_s is None or not n_left:
+        return phase
+    n_all = n_generated - 1 + n_left
+    left_s = n_all * options.limit_s - passed_s
+    levels = [level for level in options.times if level <= phase.level]
+    fitting = (level for level in levels if n_left * options.most_s(level) <= left_s)
+    if (level := next(fitting, None)) is None:
+        level = min(levels, key=options.times.__getitem__)
+    table_s = options.times[level]
+    return Phase(
+        level,
+        options.limit_s,
+        table_s,
+        expected_s=(passed_s + n_left * question.tpot.expected_s(table_s)) / n_all,
+        is_feasible=n_left * options.most_s(level) <= left_s,
+    )
+
+
 # -- inside --------------------------------------------------------------------------------------
 
 
@@ -138,17 +168,21 @@ class _Options(NamedTuple):
     waited_s: float = 0.0
     room_s: float | None = None
 
+    def most_s(self, level: float) -> float:
+        """Return a time that a level rarely exceeds."""
+        return self.fit.most_s(self.times[level])
+
     def fits(self, level: float) -> bool:
         """Return whether a level may be used and rarely takes longer than promised."""
         if level not in self.times:
             return False
-        most_s = self.waited_s + self.fit.most_s(self.times[level])
+        most_s = self.waited_s + self.most_s(level)
         return self.limit_s is None or most_s <= self.limit_s * (1 + _ROUNDING)
 
     def leaves_room(self, level: float) -> bool:
         """Return whether a level fits, and other requests keep their promises, too."""
         return self.fits(level) and (
-            self.room_s is None or self.fit.most_s(self.times[level]) <= self.room_s
+            self.room_s is None or self.most_s(level) <= self.room_s
         )
 
     def phase(self, level: float) -> Phase:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from llmaas_plugins.deadlines.correction import Correction
 from llmaas_plugins.deadlines.learned import Lessons
 from llmaas_plugins.deadlines.margin import first_two
 from llmaas_plugins.deadlines.outcomes import MOST_SHOWN, AnswerReport, Outcomes, outcome
+from llmaas_plugins.deadlines.planned import Planned
 from llmaas_plugins.deadlines.planner import Plan, Question, answer_phase, plan
 from llmaas_plugins.deadlines.policies import Policy
 from llmaas_plugins.deadlines.worth import Worth
@@ -43,26 +45,6 @@ _MOST_CORRECTIONS = 256
 _log = logging.getLogger("llmaas.deadlines")
 
 
-class _Planned(NamedTuple):
-    """Request that was planned and has not ended.
-
-    Attributes:
-        request: The request.
-        model: Path of the model.
-        promise: Latency that is asked for, with the configured limits.
-        question: Everything that the plan depends on.
-        plan: Plan of the request.
-        answer: Worth of the planned setting, and its risk.
-    """
-
-    request: Request
-    model: str
-    promise: Promise
-    question: Question
-    plan: Plan
-    answer: AnswerReport
-
-
 class Deadlines:
     """Plugin that keeps promises of latency by choosing levels."""
 
@@ -72,7 +54,7 @@ class Deadlines:
         """Take the configured promises."""
         self._config = config
         self._lock = forks.lock()
-        self._planned: dict[int, _Planned] = {}  # by the request's id: some are interrupted
+        self._planned: dict[int, Planned] = {}  # by the request's id: some are interrupted
         self._corrections: OrderedDict[tuple[str, str | None, str], Correction] = OrderedDict()
         self._outcomes = Outcomes()
         self._told: set[tuple[str, str]] = set()
@@ -117,12 +99,9 @@ class Deadlines:
                 None if risk is None else risk.most,
                 is_certified=found.policy is not None,
             )
-            self._planned[id(request)] = _Planned(request, model, promise, question, found, answer)
+            self._planned[id(request)] = Planned(request, model, promise, question, found, answer)
             self._tell(model, found, answer)
-        if found.policy is None or len(set(found.policy.decode)) == 1:
-            return None if found.levels == Levels() else found.levels
-        choose = functools.partial(self._choose, request, found.policy)
-        return replace(found.levels, at_first_token=choose)
+        return None if found.levels == Levels() else self._with_choices(request, found)
 
     @hookimpl
     def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
@@ -133,7 +112,7 @@ class Deadlines:
                 kept, answer = planned.plan.at(levels or Levels()), planned.answer
                 if kept != planned.plan:  # the worth of another plugin's setting is unknown
                     answer = AnswerReport(max_risk=answer.max_risk)
-                self._planned[id(request)] = planned._replace(plan=kept, answer=answer)
+                planned.plan, planned.answer = kept, answer
 
     @hookimpl
     def llmaas_request_end(self, request: Request, stats: RequestStats) -> None:
@@ -148,14 +127,17 @@ class Deadlines:
             self._outcomes.add(request.app, found)
             if request.notes is not None:
                 request.notes[_NAME] = found.report()
+            n_others = max(stats.n_generated - 1, 1)
             others_s = {
                 "ttft": planned.promise.waited_s + stats.first_away_s,
-                "tpot": stats.decode_away_s / max(stats.n_generated - 1, 1),
+                "tpot": stats.decode_away_s / n_others,
             }
             for name, phase, measured_s in found.phases:
                 if phase is not None and measured_s is not None:
+                    is_answer = name == "tpot"
+                    table_s = planned.tpot_table_s(n_others) if is_answer else phase.table_s
                     correction = self._correction(planned.model, request.app, name)
-                    correction.add(measured_s - others_s[name], phase.table_s)
+                    correction.add(measured_s - others_s[name], table_s)
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
@@ -183,6 +165,26 @@ class Deadlines:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _with_choices(self, request: Request, found: Plan) -> Levels:
+        """Return a plan's levels, of which the answer's may be chosen later.
+
+        A certified policy chooses by the first token, and keeps that level after interruptions.
+        """
+        policy = found.policy
+        if policy is not None:
+            if len(set(policy.decode)) == 1:
+                return found.levels
+            choose = functools.partial(self._choose, request, policy)
+            return replace(found.levels, at_first_token=choose)
+        if found.tpot is None:
+            return found.levels
+        level = found.tpot.level
+        return replace(
+            found.levels,
+            at_first_token=lambda _logits: self._begin_answer(request, level),
+            at_resume=lambda n_generated: self._go_on(request, level, n_generated),
+        )
+
     def _choose(self, request: Request, policy: Policy, logits: NDArray[np.float32]) -> float:
         """Choose the level of an answer by the margin of its first token."""
         _, margin = first_two(logits)
@@ -191,11 +193,26 @@ class Deadlines:
             planned = self._planned.get(id(request))
             if planned is None or planned.plan.policy is not policy:
                 return max(policy.decode)  # another plugin chose the prompt's level
-            self._planned[id(request)] = planned._replace(
-                plan=planned.plan._replace(tpot=answer_phase(planned.question, policy.decode[i])),
-                answer=planned.answer._replace(worth=policy.worth[i], margin=margin),
-            )
+            tpot = answer_phase(planned.question, policy.decode[i])
+            planned.plan = planned.plan._replace(tpot=tpot)
+            planned.answer = planned.answer._replace(worth=policy.worth[i], margin=margin)
         return policy.decode[i]
+
+    def _begin_answer(self, request: Request, level: float) -> float:
+        """Keep the time of an answer's first token."""
+        with self._lock:
+            if (planned := self._planned.get(id(request))) is not None:
+                planned.first_s = time.perf_counter()
+        return level
+
+    def _go_on(self, request: Request, level: float, n_generated: int) -> float:
+        """Choose the level of an answer that goes on after other requests used its engine."""
+        with self._lock:
+            planned = self._planned.get(id(request))
+            if planned is None or planned.plan.tpot is None:
+                return level
+            planned.resume(n_generated)
+            return planned.plan.tpot.level
 
     def _correction(self, model: str, app: str | None, phase: str) -> Correction:
         """Return an app's correction: a grammar or a logits processor of another one is no cost."""

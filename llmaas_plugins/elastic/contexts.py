@@ -83,6 +83,8 @@ class ElasticContext:
         decode: Level wanted after the first sampled token.
         at_first_token: Function from the first token's logits to the level that replaces
             ``decode``.
+        at_resume: Function from the number of sampled tokens to the level that replaces ``decode``
+            after an interruption.
         is_decoding: Whether a token was sampled.
         evaluated: Level of the last batch, whose logits ``Llama`` may hold. None before any batch.
     """
@@ -95,6 +97,7 @@ class ElasticContext:
     prefill: float = 1.0
     decode: float = 1.0
     at_first_token: Callable[[NDArray[np.float32]], float] | None = None
+    at_resume: Callable[[int], float] | None = None
     is_decoding: bool = False
     evaluated: float | None = None
 
@@ -108,7 +111,7 @@ class ElasticContext:
         assert levels.decode is not None
         self.rests_at = None
         self.prefill, self.decode = levels.prefill, levels.decode
-        self.at_first_token = levels.at_first_token
+        self.at_first_token, self.at_resume = levels.at_first_token, levels.at_resume
         self.is_decoding = False
         return self._use(self.prefill)
 

@@ -179,13 +179,18 @@ class ElasticModels:
     def llmaas_request_resume(
         self, request: Request, levels: Levels | None, n_generated: int
     ) -> None:
-        """Set the level again that the request had before another one used its context."""
+        """Set the level that the request had before another one used its context, or a new one."""
         self.llmaas_request_begin(request, levels)
         context = self._contexts.get(request.engine.ctx)
-        if context is not None and n_generated:
+        if context is None or not n_generated:
+            return
+        context.at_first_token = None  # it was chosen before
+        context.decode = self._chosen.get(id(request), context.decode)
+        try:
+            if context.at_resume is not None:
+                context.decode = context.at_resume(n_generated)
+        finally:
             with self._lock:
-                context.at_first_token = None  # it was chosen before
-                context.decode = self._chosen.get(id(request), context.decode)
                 self._n_switches += context.sampled()
 
     @hookimpl

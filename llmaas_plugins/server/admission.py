@@ -24,12 +24,14 @@ from llmaas_hooks import NO_PROMISE, DecodeStep, Promise, hookimpl
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.estimates import Estimates
 from llmaas_plugins.server.refusal import Refusal
-from llmaas_plugins.server.schedule import Job, due_s, first_due, interrupting, n_ahead, room_s
+from llmaas_plugins.server.schedule import Job, due_s, first_due, interrupting, room_s
 
 __all__ = ["Abandoned", "Admission", "Call", "stopping"]
 
 _MOST_INTERRUPTED = 8
 """Most calls that wait in the middle of their work; each of them occupies a thread."""
+_LEAST_OWN = 4
+"""Turns of an answer from which on its own token time counts, in place of the app's mean."""
 
 
 class Abandoned(BaseException):
@@ -43,7 +45,6 @@ class Call:
     Attributes:
         app: Name of the calling app; empty if the caller has no name.
         promise: Latency that is asked for.
-        n_most: Most tokens of the answer; None if there is no limit.
         context: Name of the persistent context; empty without one. Calls in one context run one
             after the other.
         came_s: Time of its arrival.
@@ -64,7 +65,6 @@ class Call:
 
     app: str
     promise: Promise = NO_PROMISE
-    n_most: int | None = None
     context: str = ""
     came_s: float = field(default_factory=time.perf_counter)
     turn: anyio.Event = field(default_factory=anyio.Event)
@@ -90,6 +90,12 @@ class Call:
     def used(self, now_s: float) -> float:
         """Return the seconds for which the call has used the engine, of which it has the turn."""
         return self.used_s + now_s - self.since_s
+
+    def token_s(self, used_s: float) -> float | None:
+        """Return the mean seconds of a token after the first; None before the second one."""
+        if self.n_generated < _LEAST_OWN or self.first_used_s is None:
+            return None
+        return (used_s - self.first_used_s) / (self.n_generated - 1)
 
 
 class Admission:
@@ -118,14 +124,7 @@ class Admission:
         with self._lock:
             return len(self.waiting) + len(self.interrupted) + (self.running is not None)
 
-    def enter(
-        self,
-        app: str,
-        promise: Promise = NO_PROMISE,
-        *,
-        n_most: int | None = None,
-        context: str = "",
-    ) -> Call:
+    def enter(self, app: str, promise: Promise = NO_PROMISE, *, context: str = "") -> Call:
         """Join the queue as ``app``.
 
         If the queue is full, the app with the most waiting calls loses its latest one. Thus one app
@@ -134,7 +133,7 @@ class Admission:
         Raises:
             Refusal: The queue is full, or the service is stopping.
         """
-        call = Call(app, promise, n_most, context)
+        call = Call(app, promise, context)
         with self._lock:
             self.check(app)
             if self._is_full() and (crowded_out := self._latest_of_the_largest(app)) is not None:
@@ -309,14 +308,14 @@ class Admission:
         if self._config.schedule == "fifo":
             return Job(call.came_s, 0.0, call.came_s)
         last_s, times = call.came_s + self._config.longest_overtaken_s, self._estimates.of(call.app)
+        used_s = call.used(now_s) if call is self.running else call.used_s
         if call.first_s is None:
-            used_s = call.used(now_s) if call is self.running else call.used_s
             need_s = max(times.first_s - used_s, 0)
             limit_s = self._estimates.limit_s(call.app, "ttft", call.promise.ttft)
             due = None if limit_s is None else call.came_s + limit_s
         else:
-            n_left = n_ahead(call.n_generated, call.n_most)
-            need_s = n_left * times.token_s
+            n_left = call.promise.n_ahead(call.n_generated)
+            need_s = n_left * (call.token_s(used_s) or times.token_s)
             limit_s = self._estimates.limit_s(call.app, "tpot", call.promise.tpot)
             due = limit_s and call.first_s + (call.n_generated + n_left - 1) * limit_s
         return Job(due_s(due, now_s, last_s), need_s, call.came_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from llama_cpp.server.types import (
@@ -57,14 +58,12 @@ class Checked(NamedTuple):
 
     Attributes:
         levels: Levels that the body asks for; none if the route itself handles levels.
-        promise: Latency that the body asks for.
-        n_most: Most tokens of the answer that the body asks for; None if it names no number.
+        promise: Latency that the body asks for, with the most tokens of the answer.
         wanted: Grammars and schemas in the body, which remain to be checked.
     """
 
     levels: Levels
     promise: Promise
-    n_most: int | None
     wanted: list[Wanted]
 
 
@@ -88,8 +87,10 @@ def check_body(route: str, body: bytes) -> Checked:
     promise = _asked("slo", values.get("slo"), promise_of, check_promise)
     if promise and route == "embedding":
         raise _mistake("slo: embeddings have no first token, so no promise can be kept.")
+    most = getattr(checked, "max_tokens", values.get("max_tokens"))
+    promise = replace(promise, n_most=most if type(most) is int and most > 0 else None)
     if not isinstance(checked, CreateChatCompletionRequest | CreateCompletionRequest):
-        return Checked(Levels(), promise, _n_most(values), [])
+        return Checked(Levels(), promise, [])
     _check_numbers(checked)
     _check_lists(checked)
     wanted = list(_wanted(values, is_chat=route == "chat"))
@@ -97,12 +98,7 @@ def check_body(route: str, body: bytes) -> Checked:
         if (n_bytes := len(one.text.encode())) > _MOST_GRAMMAR_BYTES:
             raise one.mistake(f"it has {n_bytes} bytes, the limit is {_MOST_GRAMMAR_BYTES}")
     levels = _asked("level", values.get("level"), levels_of, check_levels)
-    return Checked(levels, promise, _n_most(values), wanted)
-
-
-def _n_most(values: dict[str, Any]) -> int | None:
-    found = values.get("max_tokens")
-    return found if type(found) is int and found > 0 else None
+    return Checked(levels, promise, wanted)
 
 
 def _asked(

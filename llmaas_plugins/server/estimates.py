@@ -16,9 +16,9 @@ _WEIGHT = 0.3
 """Weight of the newest time in a running mean."""
 _PIECE_S = 0.1
 _LEAST_PIECE, _MOST_PIECE = 8, 512
-_MISSED, _KEPT = 0.2, 0.01
-"""Steps of the pressure: in balance, one promise of 21 is missed because of other calls."""
-_MOST_PRESSURE = 0.8
+_MISSED, _KEPT = 0.2, 0.005
+"""Steps of the pressure: in balance, one promise of 41 is missed because of other calls."""
+_MOST_PRESSURE = 0.95
 _WHOLE_S = Promise(Limit(1.0), Limit(0.1))
 """Times of the whole model for an app of which none is known."""
 

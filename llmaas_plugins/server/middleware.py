@@ -151,7 +151,7 @@ class RequestMiddleware:
         is_call = is_deletion or (route.waits and scope["method"] in ("GET", "POST"))
         if self._admission.is_stopping and route.name not in ("health", "metrics"):
             raise stopping()
-        body, levels, promise, n_most = b"", Levels(), NO_PROMISE, None
+        body, levels, promise = b"", Levels(), NO_PROMISE
         if is_call:
             self._admission.check(app)  # refuse before reading the body
             _declining(scope)
@@ -161,13 +161,12 @@ class RequestMiddleware:
             large = self._bodies if len(body) > _SMALL_BODY else None
             checked = await anyio.to_thread.run_sync(check_body, route.name, body, limiter=large)
             levels, promise = checked.levels.over(levels), checked.promise.over(promise)
-            n_most = checked.n_most
             if checked.wanted:
                 with serving_context(None, app or None):
                     await self._check_grammars(app, checked.wanted)
         if is_call:
             known = promise.over(configured_promise(app or None))
-            call = self._admission.enter(app, known, n_most=n_most, context=_context(scope))
+            call = self._admission.enter(app, known, context=_context(scope))
             with at_levels(levels), promising(promise), noting() as answer.notes:
                 await self._call(call, scope, body, receive, answer)
         else:

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Job", "due_s", "first_due", "interrupting", "n_ahead", "room_s"]
+__all__ = ["Job", "due_s", "first_due", "interrupting", "room_s"]
 
-_MOST_AHEAD, _UNKNOWN_AHEAD = 64, 16
-"""Most tokens of an answer to plan with, and the number if no end is known."""
 _SWITCH_S = 0.02
 """Seconds that an interruption is taken to cost."""
 
@@ -45,12 +43,6 @@ def due_s(limit_s: float | None, now_s: float, last_s: float) -> float:
         last_s: Time from which the call may not be overtaken.
     """
     return last_s if limit_s is None or limit_s < now_s else limit_s
-
-
-def n_ahead(n_generated: int, n_most: int | None) -> int:
-    """Return the number of an answer's tokens to plan with: those still to come, within bounds."""
-    n_left = _UNKNOWN_AHEAD if n_most is None else n_most - n_generated
-    return min(max(n_left, 0), _MOST_AHEAD)
 
 
 def first_due(jobs: Sequence[Job]) -> int:

@@ -66,6 +66,35 @@ def test_answers_go_on_at_the_level_of_their_first_token(reference_model, tmp_pa
     assert chooser.n_chosen == n_answers
 
 
+def test_an_answer_may_go_on_at_another_level(reference_model, tmp_path):
+    class Chooser:
+        asked = ()
+
+        @hookimpl
+        def llmaas_level(self, request):
+            if request.app != "other":
+                return Levels(prefill=0.4, decode=1.0, at_resume=self.narrow)
+            return None
+
+        def narrow(self, n_generated):
+            self.asked += (n_generated,)
+            return 0.5
+
+    model = prepare(reference_model, tmp_path / "model.gguf", tables=("uniform",))
+    chooser = Chooser()
+    with opened(model, tmp_path, extra=chooser, elastic={}) as turns:
+        plugin = active_suite().plugin("elastic")
+        turns.answer()
+        n_parts = len(turns.left) - turns.left.count(0)
+        before = plugin.llmaas_status()["tokens"]
+        turns.answer([1, n_parts + 2])
+        after = plugin.llmaas_status()["tokens"]
+        n_further = turns.left.count(0)
+    assert chooser.asked == (3,)  # not while the prompt is evaluated
+    assert "0.5" not in before
+    assert after["0.5"] == n_further - 2
+
+
 def test_requests_with_an_apps_own_state_keep_the_engine(reference_model, tmp_path):
     """Logits of the whole prompt, and an app's own draft model, would be another request's."""
     with opened(reference_model, tmp_path) as turns:

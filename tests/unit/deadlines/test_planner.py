@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from llmaas_hooks import Levels, LevelTimes, Limit, Promise, RequestCost
 from llmaas_plugins.deadlines.correction import Fit
-from llmaas_plugins.deadlines.planner import Plan, Question, plan
+from llmaas_plugins.deadlines.planner import (
+    Plan,
+    Question,
+    answer_phase,
+    plan,
+    resumed_phase,
+)
 
 SURE = Fit(0.0, 1.0, 1.0)
 TENTHS = (1.0, 0.8, 0.6, 0.4)
@@ -170,3 +176,31 @@ def test_under_pressure_both_levels_leave_time_for_others(pressure, levels):
     found = plan(question(Promise(Limit(0.1), Limit(0.01), pressure=pressure)))
     assert found.levels == levels
     assert all(phase.is_feasible for phase in found.phases)
+
+
+@pytest.mark.parametrize(
+    ("planned", "passed_ms", "level", "is_feasible"),
+    [
+        (1.0, 40, 1.0, True),  # as planned: 4 of 10 further tokens, 10 ms each
+        (1.0, 50, 0.8, True),  # 6 tokens in 50 ms
+        (0.6, 40, 0.6, True),  # never wider than before
+        (1.0, 76, 0.4, True),
+        (1.0, 80, 0.4, False),
+        (1.0, 300, 0.4, False),
+    ],
+)
+def test_an_answer_makes_up_for_time_that_others_took(planned, passed_ms, level, is_feasible):
+    promise = Promise(tpot=Limit.of("10 ms"), n_most=11)
+    asked = question(promise)
+    before = answer_phase(asked, planned)
+    found = resumed_phase(asked, before, 5, passed_ms / 1000)
+    assert (found.level, found.is_feasible) == (level, is_feasible)
+    assert found.limit_s == 0.01
+    assert found.expected_s == pytest.approx((passed_ms / 1000 + 6 * found.level / 100) / 10)
+
+
+def test_a_complete_answer_and_one_without_a_promise_keep_their_levels():
+    for promise in (Promise(tpot=Limit.of("10 ms"), n_most=5), Promise(n_most=11)):
+        asked = question(promise)
+        before = answer_phase(asked, 1.0)
+        assert resumed_phase(asked, before, 5, 99.0) is before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,14 +51,14 @@ class Planned:
         self.engine = FakeEngine(llama=SimpleNamespace(model_path="model.gguf"))
 
     def serve(self, ttft_s=0.05, tpot_s=0.005, n=11, **facts):
-        """Serve a request that takes this long; return its levels."""
+        """Serve a request that takes this long; return the levels that were planned."""
         request = Request(self.engine, PROMPT, **{"context_id": None} | facts)
         levels = self.hooks.level(request)
         self.hooks.request_begin(request, levels)
         first = ttft_s if n else None
         stats = RequestStats(100, 0, n, 0.0, first, 9.0, tpot_s * max(n - 1, 0))
         self.hooks.request_end(request, stats)
-        return levels
+        return levels and Levels(levels.prefill, levels.decode)
 
     def status(self):
         return self.hooks.status()["deadlines"]
@@ -253,3 +254,40 @@ def test_interrupted_requests_are_planned_apart_and_their_rest_is_no_slowness():
     assert notes[0]["deadlines"]["tpot"]["measured_ms"] == 60.0
     for phase in ("ttft", "tpot"):
         assert report["corrections"][f"model.gguf: {phase}"] == {"offset_ms": 0.0, "slope": 1.0}
+
+
+def test_an_interrupted_answer_makes_up_for_lost_time(monkeypatch):
+    clock = SimpleNamespace(now=5.0)
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    planned, notes = Planned(), {}
+    asked = dataclasses.replace(promise(tpot="11.5 ms"), n_most=11)
+    request = Request(planned.engine, PROMPT, None, promise=asked, notes=notes)
+    levels = planned.hooks.level(request)
+    planned.hooks.request_begin(request, levels)
+    assert levels.at_first_token(np.zeros(3, np.float32)) == levels.decode == 1.0
+    clock.now += 0.06  # 4 further tokens of 10 ms, and 20 ms of another request
+    assert levels.at_resume(5) == 0.8
+    clock.now += 0.03  # 2 tokens of 8 ms, and 14 ms of another request
+    assert levels.at_resume(7) == 0.4
+    clock.now += 0.016
+    stats = RequestStats(100, 0, 11, 0.0, 0.05, 9.0, 0.106, decode_away_s=0.034)
+    planned.hooks.request_end(request, stats)
+    assert notes["deadlines"]["tpot"]["level"] == 0.4
+    assert notes["deadlines"]["missed"] == []
+    assert notes["deadlines"]["worth"] is None
+    # the mean of ten tokens, 4 × 10 ms + 2 × 8 ms + 4 × 4 ms, as the tables say
+    corrections = planned.status()["corrections"]["model.gguf: tpot"]
+    assert corrections == {"offset_ms": 0.0, "slope": 1.0}
+    assert levels.at_resume(9) == 1.0  # after its end
+
+
+def test_certified_answers_and_those_of_other_plugins_are_not_planned_anew():
+    planned = Planned()
+    assert planned.hooks.level(
+        Request(planned.engine, PROMPT, None, promise=promise("1 s"))
+    ).at_resume is None
+    request = Request(planned.engine, PROMPT, None, promise=promise(tpot="11 ms"))
+    levels = planned.hooks.level(request)
+    planned.hooks.request_begin(request, Levels(decode=0.6))
+    levels.at_first_token(np.zeros(3, np.float32))
+    assert levels.at_resume(5) == 1.0

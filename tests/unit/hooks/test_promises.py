@@ -197,3 +197,12 @@ def test_a_request_that_reuses_no_cells_has_none_ready():
     one.engine.tokens = one.tokens[:2].tolist()
     hooks = manager(cells=Answering(RequestCost(2, 0.25, LEVELS)))
     assert hooks.cost(one, reuses=False) == RequestCost(levels=LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("n_generated", "n_most", "expected"), [(3, 10, 7), (12, 10, 0), (0, None, 16), (0, 900, 64)]
+)
+def test_tokens_to_plan_with(n_generated, n_most, expected):
+    asked = Promise(n_most=n_most)
+    assert asked.n_ahead(n_generated) == expected
+    assert asked.over(Promise(n_most=5)) == (Promise(n_most=5) if n_most is None else asked)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmaas_plugins.server.schedule import Job, due_s, first_due, interrupting, n_ahead, room_s
+from llmaas_plugins.server.schedule import Job, due_s, first_due, interrupting, room_s
 
 NOW = 100.0
 
@@ -72,10 +72,3 @@ def test_those_behind_are_in_time_if_the_room_is_kept(behind):
         before += one.need_s
         slacks.append(one.due_s - NOW - before)
     assert room == min((slack for slack in slacks if slack > 0), default=None)
-
-
-@pytest.mark.parametrize(
-    ("n_generated", "n_most", "expected"), [(3, 10, 7), (12, 10, 0), (0, None, 16), (0, 900, 64)]
-)
-def test_tokens_to_plan_with(n_generated, n_most, expected):
-    assert n_ahead(n_generated, n_most) == expected

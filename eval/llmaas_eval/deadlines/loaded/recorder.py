@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,7 +35,7 @@ class Record(NamedTuple):
     Attributes:
         key: Key of its prompt.
         prefill: Level of the prompt.
-        decode: Level of the answer.
+        decode: Level of the answer; the last and narrowest one if it has several.
         n_reused: Prompt tokens whose cells were there.
         n_generated: Tokens of the answer.
         is_planned: Whether ``deadlines`` planned the request.
@@ -77,7 +78,7 @@ class Recorder:
         record = Record(
             key_of(text.decode("utf-8", "ignore")),
             1.0 if levels.prefill is None else levels.prefill,
-            1.0 if levels.decode is None else levels.decode,
+            _decode(levels, notes),
             stats.n_reused,
             stats.n_generated,
             any(phase["expected_ms"] is not None for phase in phases),
@@ -86,6 +87,12 @@ class Recorder:
         )
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(record._asdict())}\n")
+
+
+def _decode(levels: Levels, notes: Mapping[str, Any]) -> float:
+    planned = (notes.get("tpot") or {}).get("level")
+    found = levels.decode if planned is None else planned
+    return 1.0 if found is None else found
 
 
 def key_of(prompt: str) -> str:

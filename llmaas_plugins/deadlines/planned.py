@@ -1,0 +1,59 @@
+"""A planned request, from its plan to its end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from llmaas_hooks import Promise, Request
+from llmaas_plugins.deadlines.outcomes import AnswerReport
+from llmaas_plugins.deadlines.planner import Plan, Question, resumed_phase
+
+__all__ = ["Planned"]
+
+
+@dataclass(slots=True)
+class Planned:
+    """Request that was planned and has not ended.
+
+    Attributes:
+        request: The request.
+        model: Path of the model.
+        promise: Latency that is asked for, with the configured limits.
+        question: Everything that the plan depends on.
+        plan: Plan of the request.
+        answer: Worth of the planned setting, and its risk.
+        first_s: Time of the first token; None before.
+        n_before: Number of tokens after the first at levels that the answer has left.
+        before_s: Seconds that these tokens take by the tables.
+    """
+
+    request: Request
+    model: str
+    promise: Promise
+    question: Question
+    plan: Plan
+    answer: AnswerReport
+    first_s: float | None = None
+    n_before: int = 0
+    before_s: float = 0.0
+
+    def resume(self, n_generated: int) -> None:
+        """Plan the rest of the answer anew, after other requests used the engine."""
+        phase = self.plan.tpot
+        if phase is None or self.first_s is None:
+            return
+        found = resumed_phase(
+            self.question, phase, n_generated, time.perf_counter() - self.first_s
+        )
+        if found.level != phase.level:
+            self.before_s += (n_generated - 1 - self.n_before) * phase.table_s
+            self.n_before = n_generated - 1
+            self.answer = AnswerReport(max_risk=self.answer.max_risk)  # of a mixture: unknown
+        self.plan = self.plan._replace(tpot=found)
+
+    def tpot_table_s(self, n_others: int) -> float:
+        """Return the mean time by the tables of ``n_others`` tokens after the first."""
+        assert self.plan.tpot is not None
+        last_s = (n_others - self.n_before) * self.plan.tpot.table_s
+        return (self.before_s + last_s) / n_others
