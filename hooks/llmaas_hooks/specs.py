@@ -183,7 +183,8 @@ def llmaas_level(request: Request, cost: Callable[[], RequestCost]) -> Levels | 
     Thread: the app's. Cost: once a request, and the request's first token waits for it.
     Returns: ``Levels`` with one or both levels set, or None to leave the choice to the next plugin.
         For the prompt and for the reply each, the first level that is not None counts. The level of
-        the reply may be replaced when the first token's logits are there (``at_first_token``).
+        the reply may be replaced when the first token's logits are there (``at_first_token``), and
+        when it goes on after other requests (``at_resume``).
     Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
     """
 

@@ -16,8 +16,8 @@ _WEIGHT = 0.3
 """Weight of the newest time in a running mean."""
 _PIECE_S = 0.1
 _LEAST_PIECE, _MOST_PIECE = 8, 512
-_MISSED, _KEPT = 0.2, 0.005
-"""Steps of the pressure: in balance, one promise of 41 is missed because of other calls."""
+_MORE, _LESS = 0.2, 0.01
+"""Steps of the pressure: in balance, other calls use a larger share of one call in 21."""
 _MOST_PRESSURE = 0.95
 _WHOLE_S = Promise(Limit(1.0), Limit(0.1))
 """Times of the whole model for an app of which none is known."""
@@ -42,8 +42,8 @@ class Estimates:
     """Running means by app, and of the time of a prompt's token.
 
     Attributes:
-        pressure: Share of the limits that calls leave for others. It rises with each promise that
-            was missed because of other calls, and falls with each that was kept.
+        pressure: Share of the limits that calls leave for others: a quantile of the shares that
+            other calls have used of them.
     """
 
     def __init__(self) -> None:
@@ -96,16 +96,11 @@ class Estimates:
             others_s: Seconds of the time to the first token, and of each further token, in which
                 other calls used the engine.
         """
-        phases = [(notes.get(name), others_s[name]) for name in ("ttft", "tpot")]
-        judged = [
-            (one, s) for one, s in phases if one and one["measured_ms"] and one["promised_ms"]
-        ]
-        if not judged:
-            return
-        over = [(one["measured_ms"] - one["promised_ms"], 1000 * s) for one, s in judged]
-        is_missed = any(0 < over_ms <= others_ms for over_ms, others_ms in over)
-        change = _MISSED if is_missed else -_KEPT
-        self.pressure = min(max(self.pressure + change, 0.0), _MOST_PRESSURE)
+        limits = {name: (notes.get(name) or {}).get("promised_ms") for name in ("ttft", "tpot")}
+        shares = [1000 * others_s[name] / ms for name, ms in limits.items() if ms]
+        if shares:
+            change = _MORE if max(shares) > self.pressure else -_LESS
+            self.pressure = min(max(self.pressure + change, 0.0), _MOST_PRESSURE)
 
     def prefilled(self, n_tokens: int, seconds: float) -> None:
         """Learn from a batch of a prompt."""

@@ -86,7 +86,7 @@ def test_a_context_without_room_and_a_table_that_is_missing_are_said(run, model,
     with pytest.raises(LlmaasError, match="no table 'searched'; expected one of uniform"):
         run(model, "--table", "searched")
 
-    def refuse(*_, n_ctx, verbose):
+    def refuse(*_, **_options):
         raise ValueError("Failed to create llama_context")
 
     monkeypatch.setattr("llama_cpp.Llama", refuse)

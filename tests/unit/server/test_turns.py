@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import anyio
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
@@ -252,19 +253,32 @@ def test_shares_stand_for_the_time_of_the_app_s_last_call(admit):
     run(story)
 
 
-def test_pressure_follows_promises_that_were_missed_because_of_others(admit):
+def test_pressure_follows_the_shares_of_promises_that_others_use(admit):
     estimates = admit()._estimates
-    slow = {"measured_ms": 300.0, "promised_ms": 200.0, "promised": "200 ms"}
-    kept = slow | {"measured_ms": 100.0}
-    others = {"ttft": 0.15, "tpot": 0.0}
-    estimates.judge({"ttft": slow, "tpot": None}, others | {"ttft": 0.05})  # late by itself
-    estimates.judge({"ttft": None, "tpot": None}, others)
+    notes = {"ttft": {"promised_ms": 200.0}, "tpot": {"promised_ms": 10.0}}
+    none = {"ttft": 0.0, "tpot": 0.0}
+    estimates.judge(notes, none)
+    estimates.judge({"ttft": None, "tpot": {"promised_ms": None}}, {"ttft": 1.0, "tpot": 1.0})
     assert estimates.pressure == 0
-    estimates.judge({"ttft": slow, "tpot": kept}, others)
+    estimates.judge(notes, none | {"ttft": 0.03})
     assert estimates.pressure == pytest.approx(0.2)
-    for _ in range(20):
-        estimates.judge({"ttft": kept, "tpot": kept}, others)
-    assert estimates.pressure == pytest.approx(0.1)
+    estimates.judge(notes, none | {"ttft": 0.03})  # 15 % of the limit
+    assert estimates.pressure == pytest.approx(0.19)
+    for _ in range(9):
+        estimates.judge(notes, none)
+    estimates.judge(notes, none | {"tpot": 0.002})  # 20 %
+    assert estimates.pressure == pytest.approx(0.3)
     for _ in range(99):
-        estimates.judge({"ttft": kept, "tpot": slow}, {"ttft": 0.0, "tpot": 1.0})
+        estimates.judge(notes, none | {"tpot": 1.0})
     assert estimates.pressure == 0.95
+
+
+def test_pressure_is_a_quantile(admit):
+    estimates = admit()._estimates
+    chance = np.random.default_rng(0)
+    shares = chance.uniform(0, 0.5, 4000)
+    found = []
+    for share in shares:
+        estimates.judge({"ttft": {"promised_ms": 1000.0}}, {"ttft": share})
+        found.append(estimates.pressure)
+    assert np.mean(shares[1000:] > found[999:-1]) == pytest.approx(1 / 21, abs=0.01)
