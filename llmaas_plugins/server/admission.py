@@ -310,7 +310,7 @@ class Admission:
         last_s, times = call.came_s + self._config.longest_overtaken_s, self._estimates.of(call.app)
         used_s = call.used(now_s) if call is self.running else call.used_s
         if call.first_s is None:
-            need_s = max(times.first_s - used_s, 0)
+            need_s = max(times.least_first_s - used_s, 0)
             limit_s = self._estimates.limit_s(call.app, "ttft", call.promise.ttft)
             due = None if limit_s is None else call.came_s + limit_s
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,8 @@ __all__ = ["AppTimes", "Estimates"]
 _MOST_APPS = 256
 _WEIGHT = 0.3
 """Weight of the newest time in a running mean."""
+_N_RECENT, _FIRST_S = 8, 0.1
+"""Number of an app's calls whose times are kept, and the time before any."""
 _PIECE_S = 0.1
 _LEAST_PIECE, _MOST_PIECE = 8, 512
 _MORE, _LESS = 0.2, 0.01
@@ -28,14 +30,19 @@ class AppTimes:
     """Times of an app's calls.
 
     Attributes:
-        first_s: Seconds on the engine until the first token.
+        recent_first_s: Seconds on the engine until the first token, of recent calls.
         token_s: Seconds of a further token.
         limits: Seconds that a limit of the app stood for last, by phase and limit.
     """
 
-    first_s: float = 0.1
+    recent_first_s: deque[float] = field(default_factory=lambda: deque(maxlen=_N_RECENT))
     token_s: float = 0.02
     limits: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    @property
+    def least_first_s(self) -> float:
+        """Seconds until the first token that a call can do with, as its levels leave room."""
+        return min(self.recent_first_s, default=_FIRST_S)
 
 
 class Estimates:
@@ -79,7 +86,8 @@ class Estimates:
             notes: Notes of the plugin ``deadlines`` about the call.
         """
         times = self.of(app)
-        times.first_s = _mean(times.first_s, first_s)
+        if first_s is not None:
+            times.recent_first_s.append(first_s)
         times.token_s = _mean(times.token_s, token_s)
         for name in ("ttft", "tpot"):
             promised = notes.get(name) or {}

@@ -20,6 +20,7 @@ from llmaas_hooks import ConfigError, Levels, LimitError
 from llmaas_hooks.request_scope import promising
 from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.model.cell_types import needs_flash_attention
 from llmaas_plugins.service.call_queue import CallQueue, Reply
 from llmaas_plugins.service.context_log import ContextLog, ContextRecord
 from llmaas_plugins.service.level_arguments import LevelArgument, levels_of
@@ -71,12 +72,13 @@ class LLMService:
         Args:
             model: Path of a GGUF file.
             config: Limits and directories.
-            **llama: Arguments of ``llama_cpp.Llama``. Flash attention is on by default, because it
-                keeps V untransposed, which makes switching contexts faster.
+            **llama: Arguments of ``llama_cpp.Llama``. Flash attention is off by default, because it
+                slows down single tokens on a CPU, unless quantized values need it.
         """
         from llama_cpp import Llama
 
-        options = {"flash_attn": True, "verbose": False, "n_ctx": 0, **llama}
+        is_needed = needs_flash_attention(llama.get("type_v"))
+        options = {"flash_attn": is_needed, "verbose": False, "n_ctx": 0, **llama}
         return cls(Llama(str(model), **options), config)
 
     def bind(self, app: str) -> App:

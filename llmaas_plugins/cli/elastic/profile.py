@@ -145,7 +145,7 @@ def _llama(model: Path, n_prompt: int) -> Llama:
 
     n_ctx = n_prompt + N_TOKENS + 2
     try:
-        return Llama(str(model), n_ctx=n_ctx, flash_attn=True, verbose=False)  # as served
+        return Llama(str(model), n_ctx=n_ctx, verbose=False)
     except LlmaasError:
         raise
     except ValueError as error:

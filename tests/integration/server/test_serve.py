@@ -43,7 +43,7 @@ def vanilla(reference_model):
     """Return stock llama-cpp-python's greedy reply to messages."""
     from llama_cpp import Llama
 
-    options = ENGINE | {"flash_attn": True, "verbose": False}
+    options = ENGINE | {"verbose": False}
     with contextlib.closing(Llama(str(reference_model), **options)) as llama:
 
         def reply(messages, **sampling):

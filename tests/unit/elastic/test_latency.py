@@ -180,6 +180,21 @@ def test_levels_take_turns_and_each_length_is_measured(monkeypatch):
     assert max(found.ttft.spread_ms[0][0]) == pytest.approx(0, abs=1e-6)
 
 
+def test_prompts_that_other_load_slowed_are_timed_again(monkeypatch):
+    class Disturbed(Clocked):
+        def generate(self, tokens, temp):
+            if len(self.runs) in {8, 14}:  # two of three runs of 16 tokens
+                assert len(tokens) == 16
+                self.now += 100.0
+            yield from super().generate(tokens, temp)
+
+    plan = profiling.ProfilePlan("m.gguf", "uniform", (1.0,), (1,), (8, 32, 128))
+    llama = Disturbed(monkeypatch)
+    found = profiling.profile(llama, plan)
+    assert len(llama.runs) == 3 * 6 + 2
+    assert found.ttft.held_ms[0][0] == pytest.approx((16_000, 64_000))
+
+
 def test_files_are_told_apart_by_model_widths_and_machine(tmp_path, reference_model, monkeypatch):
     tables = ("uniform", "searched")
     model = prepare(reference_model, tmp_path / "a.gguf", tables=tables)
