@@ -12,7 +12,7 @@ from llmaas_eval.paired import repeats
 from llmaas_eval.stats import median_interval
 from llmaas_plugins import activate
 
-N_PAIRS, N_REQUESTS, N_ANSWER = 12, 20, 16
+N_PAIRS, N_REQUESTS, N_ANSWER = 10, 10, 16
 
 
 def bench_nothing_named(model_200m, benchmark):
@@ -27,7 +27,7 @@ def bench_nothing_named(model_200m, benchmark):
         with (
             activate(config),
             contextlib.closing(
-                Llama(str(model_200m), n_ctx=256, flash_attn=True, n_threads=1, verbose=False)
+                Llama(str(model_200m), n_ctx=256, n_threads=1, verbose=False)
             ) as llama,
         ):
             for _ in range(repeats(N_REQUESTS)):

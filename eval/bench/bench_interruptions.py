@@ -74,9 +74,7 @@ def bench_leave_and_enter(model_1b, benchmark, kind, tmp_path):
     n_tokens = repeats(N_INTERRUPTIONS)
     with (
         activate(config, {"interrupter": plugin}),
-        contextlib.closing(
-            Llama(str(model_1b), n_ctx=2304, flash_attn=True, verbose=False)
-        ) as llama,
+        contextlib.closing(Llama(str(model_1b), n_ctx=2304, verbose=False)) as llama,
         serving_context(None, "mail"),
     ):
         prompt = np.random.default_rng(0).integers(300, 1000, N_CONTEXT)

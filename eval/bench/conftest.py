@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from llmaas_eval.benchmarks import elastic, engine, flash_weights, knn_lm, kv_chunks
+from llmaas_eval.benchmarks import (
+    deadlines,
+    elastic,
+    engine,
+    flash_weights,
+    knn_lm,
+    kv_chunks,
+)
 from llmaas_eval.models import (
     SHAPE_1B,
     SHAPE_200M,
@@ -136,7 +143,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.line(f"{bench.name}: {figures}")
     document = record() | {"benchmarks": [bench.as_dict() for bench in session.benchmarks]}
     terminalreporter.section("tables")
-    for module in (elastic, engine, flash_weights, knn_lm, kv_chunks):
+    for module in (deadlines, elastic, engine, flash_weights, knn_lm, kv_chunks):
         if tables := as_markdown(module.TABLES, [document]):
             terminalreporter.write(f"{tables}\n\n")
 

@@ -32,6 +32,7 @@ REPORTS = (
     "llmaas_eval.benchmarks.elastic",
     "llmaas_eval.benchmarks.flash_weights",
     "llmaas_eval.benchmarks.knn_lm",
+    "llmaas_eval.benchmarks.deadlines",
 )
 """Modules with ``TABLES``."""
 

@@ -43,9 +43,7 @@ class Planned:
         phase = self.plan.tpot
         if phase is None or self.first_s is None:
             return
-        found = resumed_phase(
-            self.question, phase, n_generated, time.perf_counter() - self.first_s
-        )
+        found = resumed_phase(self.question, phase, n_generated, time.perf_counter() - self.first_s)
         if found.level != phase.level:
             self.before_s += (n_generated - 1 - self.n_before) * phase.table_s
             self.n_before = n_generated - 1

@@ -181,9 +181,7 @@ class _Options(NamedTuple):
 
     def leaves_room(self, level: float) -> bool:
         """Return whether a level fits, and other requests keep their promises, too."""
-        return self.fits(level) and (
-            self.room_s is None or self.most_s(level) <= self.room_s
-        )
+        return self.fits(level) and (self.room_s is None or self.most_s(level) <= self.room_s)
 
     def phase(self, level: float) -> Phase:
         """Return the plan of a phase at a level."""

@@ -283,9 +283,10 @@ def test_an_interrupted_answer_makes_up_for_lost_time(monkeypatch):
 
 def test_certified_answers_and_those_of_other_plugins_are_not_planned_anew():
     planned = Planned()
-    assert planned.hooks.level(
-        Request(planned.engine, PROMPT, None, promise=promise("1 s"))
-    ).at_resume is None
+    assert (
+        planned.hooks.level(Request(planned.engine, PROMPT, None, promise=promise("1 s"))).at_resume
+        is None
+    )
     request = Request(planned.engine, PROMPT, None, promise=promise(tpot="11 ms"))
     levels = planned.hooks.level(request)
     planned.hooks.request_begin(request, Levels(decode=0.6))
