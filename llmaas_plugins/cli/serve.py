@@ -122,13 +122,12 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
     from llama_cpp.server.cli import add_args_from_model
     from llama_cpp.server.settings import Settings
 
-    from llmaas_plugins.model.cell_types import needs_flash_attention
     from llmaas_plugins.server.engine_options import check_model_options, parse_settings
 
     parser = _Parser(prog="llmaas serve", allow_abbrev=False)
     add_args_from_model(parser, Settings)
     # one app must not cut another's reply short; n_ctx rows of logits take a lot of memory
-    parser.set_defaults(interrupt_requests=False, logits_all=False)
+    parser.set_defaults(interrupt_requests=False, logits_all=False, flash_attn=None)
     parser.set_defaults(verbose=bool(args.verbose))
     if args.toy:
         parser.set_defaults(n_ctx=0)  # the length that the model was trained for
@@ -140,8 +139,6 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
             "CONFIG_FILE is set, but `llmaas serve` does not read it. Unset it, and pass its "
             "settings as options."
         )
-    known, _ = parser.parse_known_args(rest)
-    parser.set_defaults(flash_attn=needs_flash_attention(known.type_v))
     values, unknown = parser.parse_known_args(rest)
     if unknown:
         parser.error(unrecognized(unknown, parser))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from llmaas_hooks import Promise, Request
+from llmaas_hooks import Request
 from llmaas_plugins.deadlines.outcomes import AnswerReport
 from llmaas_plugins.deadlines.planner import Plan, Question, resumed_phase
 
@@ -19,7 +19,6 @@ class Planned:
     Attributes:
         request: The request.
         model: Path of the model.
-        promise: Latency that is asked for, with the configured limits.
         question: Everything that the plan depends on.
         plan: Plan of the request.
         answer: Worth of the planned setting, and its risk.
@@ -30,7 +29,6 @@ class Planned:
 
     request: Request
     model: str
-    promise: Promise
     question: Question
     plan: Plan
     answer: AnswerReport

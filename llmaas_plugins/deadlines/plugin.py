@@ -99,7 +99,7 @@ class Deadlines:
                 None if risk is None else risk.most,
                 is_certified=found.policy is not None,
             )
-            self._planned[id(request)] = Planned(request, model, promise, question, found, answer)
+            self._planned[id(request)] = Planned(request, model, question, found, answer)
             self._tell(model, found, answer)
         return None if found.levels == Levels() else self._with_choices(request, found)
 
@@ -121,7 +121,8 @@ class Deadlines:
             planned = self._planned.pop(id(request), None)
             if planned is None:
                 return
-            found = outcome(planned.promise, planned.plan, planned.answer, stats)
+            promise = planned.question.promise
+            found = outcome(promise, planned.plan, planned.answer, stats)
             if found.ttft_s is None:
                 return  # it was ended before its first token
             self._outcomes.add(request.app, found)
@@ -129,7 +130,7 @@ class Deadlines:
                 request.notes[_NAME] = found.report()
             n_others = max(stats.n_generated - 1, 1)
             others_s = {
-                "ttft": planned.promise.waited_s + stats.first_away_s,
+                "ttft": promise.waited_s + stats.first_away_s,
                 "tpot": stats.decode_away_s / n_others,
             }
             for name, phase, measured_s in found.phases:

@@ -92,7 +92,7 @@ class Call:
         return self.used_s + now_s - self.since_s
 
     def token_s(self, used_s: float) -> float | None:
-        """Return the mean seconds of a token after the first; None before the second one."""
+        """Return the mean seconds of a token after the first; None if there were too few."""
         if self.n_generated < _LEAST_OWN or self.first_used_s is None:
             return None
         return (used_s - self.first_used_s) / (self.n_generated - 1)

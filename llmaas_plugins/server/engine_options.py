@@ -25,6 +25,7 @@ from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import suggest
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS
 from llmaas_plugins.files.json_text import parse_json
+from llmaas_plugins.model.cell_types import needs_flash_attention
 from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.server.option_values import IMAGE_FORMATS, check_values
 
@@ -67,9 +68,13 @@ class _Model(_OnlyTyped, ModelSettings):
 def parse_settings(values: Namespace) -> tuple[Any, Any]:
     """Return the settings of server and model for options that were typed.
 
+    Flash attention that was not asked for is used only where quantized values need it.
+
     Raises:
         ConfigError: A value is out of range.
     """
+    if values.flash_attn is None:
+        values.flash_attn = needs_flash_attention(values.type_v)
     try:
         return parse_model_from_args(_Server, values), parse_model_from_args(_Model, values)
     except ValidationError as error:

@@ -45,43 +45,34 @@ def test_answers_go_on_at_their_levels(reference_model, tmp_path):
         assert turns.answer(range(40)) == whole
 
 
+class Chooser:
+    """Plugin that chooses the level of an answer late, by the callback of this name."""
+
+    def __init__(self, name):
+        self.name, self.asked = name, ()
+
+    @hookimpl
+    def llmaas_level(self, request):
+        if request.app != "other":
+            return Levels(prefill=0.4, decode=1.0, **{self.name: self.choose})
+        return None
+
+    def choose(self, about):
+        self.asked += (about if isinstance(about, int) else None,)  # no logits
+        return 0.5
+
+
 def test_answers_go_on_at_the_level_of_their_first_token(reference_model, tmp_path):
-    class Chooser:
-        n_chosen = 0
-
-        @hookimpl
-        def llmaas_level(self, request):
-            if request.app != "other":
-                return Levels(prefill=0.4, decode=1.0, at_first_token=self.choose)
-            return None
-
-        def choose(self, logits):
-            self.n_chosen += 1
-            return 0.5
-
     model = prepare(reference_model, tmp_path / "model.gguf", tables=("uniform",))
-    chooser = Chooser()
+    chooser = Chooser("at_first_token")
     with opened(model, tmp_path, extra=chooser, elastic={}) as turns:
         n_answers = 2 + len(check_interruptions(turns))
-    assert chooser.n_chosen == n_answers
+    assert len(chooser.asked) == n_answers
 
 
 def test_an_answer_may_go_on_at_another_level(reference_model, tmp_path):
-    class Chooser:
-        asked = ()
-
-        @hookimpl
-        def llmaas_level(self, request):
-            if request.app != "other":
-                return Levels(prefill=0.4, decode=1.0, at_resume=self.narrow)
-            return None
-
-        def narrow(self, n_generated):
-            self.asked += (n_generated,)
-            return 0.5
-
     model = prepare(reference_model, tmp_path / "model.gguf", tables=("uniform",))
-    chooser = Chooser()
+    chooser = Chooser("at_resume")
     with opened(model, tmp_path, extra=chooser, elastic={}) as turns:
         plugin = active_suite().plugin("elastic")
         turns.answer()
