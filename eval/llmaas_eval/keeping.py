@@ -22,6 +22,7 @@ REPORTS = (
     "llmaas_eval.elastic.report",
     "llmaas_eval.distillation.report",
     "llmaas_eval.recovery.report",
+    "llmaas_eval.scratch.report",
     "llmaas_eval.deadlines.report",
     "llmaas_eval.deadlines.certificate_report",
     "llmaas_eval.deadlines.loaded.kept",

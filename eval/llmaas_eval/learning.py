@@ -82,17 +82,18 @@ def record() -> dict[str, Any]:
     return found
 
 
-def training_text(args: argparse.Namespace, model: Path) -> Windows:
+def training_text(args: argparse.Namespace, model: Path, n_tokens: int = _N_TOKENS) -> Windows:
     """Return windows to learn from.
 
     Args:
         args: Options ``quick``, ``data`` and ``tokens``.
         model: GGUF file with the vocabulary.
+        n_tokens: Tokens of each window.
     """
     if args.quick:
         return _quick(model)[:_N_QUICK]
     documents = read_documents(args.data / TRAINING_TEXT, _CHARACTERS * args.tokens)
-    return windows_of(model, documents, args.tokens, _N_TOKENS)
+    return windows_of(model, documents, args.tokens, n_tokens)
 
 
 def texts_by_kind(args: argparse.Namespace, model: Path) -> Mapping[str, Windows]:

@@ -26,6 +26,7 @@ __all__ = [
     "copy_tokenizer",
     "finish",
     "open_writer",
+    "write_metadata",
     "write_random_model",
 ]
 
@@ -97,7 +98,7 @@ def write_random_model(
         ``path``.
     """
     writer = open_writer(path, "llama")
-    _write_metadata(writer, shape)
+    write_metadata(writer, shape, "random")
     n_vocab = copy_tokenizer(writer)
     writer.add_vocab_size(n_vocab)
     rng = np.random.default_rng(seed)
@@ -128,8 +129,9 @@ def _scales(
     return np.exp(sigma * rng.standard_normal(n) - sigma**2).astype(np.float32)
 
 
-def _write_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    writer.add_name("random")
+def write_metadata(writer: GGUFWriter, shape: Shape, name: str) -> None:
+    """Put the name and the dimensions of a model into ``writer``."""
+    writer.add_name(name)
     writer.add_block_count(shape.n_layer)
     writer.add_context_length(shape.n_ctx)
     writer.add_embedding_length(shape.n_embd)

@@ -18,15 +18,21 @@ __all__ = ["Trainable"]
 
 
 class Trainable(nn.Module):
-    """A model whose weights are parameters."""
+    """A model whose weights are parameters.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        device: Device of the weights, which computes.
+    """
+
+    def __init__(self, path: Path, device: torch.device = Decoder.device) -> None:
         """Load the weights of a GGUF file of the llama architecture."""
         super().__init__()
         self._decoder = Decoder(path)
+        self.device = self._decoder.device = device
         self._weights = nn.ParameterDict()
         for name, values in read_weights(GGUFReader(path)).items():
-            self._weights[name.replace(".", "/")] = nn.Parameter(torch.from_numpy(values))
+            weight = torch.from_numpy(values).to(device)
+            self._weights[name.replace(".", "/")] = nn.Parameter(weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of shape ``(n, n_tokens, n_vocab)``."""
@@ -47,6 +53,6 @@ class Trainable(nn.Module):
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         """Return the weights by their GGUF names."""
         return {
-            name.replace("/", "."): weight.detach().numpy()
+            name.replace("/", "."): weight.detach().cpu().numpy()
             for name, weight in self._weights.items()
         }

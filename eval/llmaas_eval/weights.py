@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, quants
+from gguf import GGUFReader, GGUFWriter, quants
 from numpy.typing import NDArray
 
 from llmaas_eval.models import copy_field, finish, open_writer
 
-__all__ = ["f16_copy", "read_weights", "write_f16"]
+__all__ = ["f16_copy", "finish_f16", "read_weights", "write_f16"]
 
 _FILE_TYPE = "general.file_type"
 _F16 = 1
@@ -35,6 +35,11 @@ def write_f16(source: GGUFReader, weights: Weights, path: Path) -> Path:
     for name, entry in source.fields.items():
         if not name.startswith("GGUF.") and name not in {"general.architecture", _FILE_TYPE}:
             copy_field(writer, entry)
+    return finish_f16(writer, weights, path)
+
+
+def finish_f16(writer: GGUFWriter, weights: Weights, path: Path) -> Path:
+    """Add weights to a writer, matrices as F16, and write its file."""
     writer.add_file_type(_F16)
     for name, values in weights.items():
         kind: Any = np.float32 if values.ndim == 1 else np.float16

@@ -139,6 +139,8 @@ class Admission:
             if self._is_full() and (crowded_out := self._latest_of_the_largest(app)) is not None:
                 self._end_waiting(crowded_out, self._full())
             self._has_promises = self._has_promises or bool(promise)
+            if self._has_promises and self.running is not None:
+                self._estimates.meet()
             self.waiting.append(call)
             self._next()
         return call
@@ -162,7 +164,8 @@ class Admission:
             waited_s = now_s - call.came_s
             if self._config.schedule == "fifo":
                 return Promise(waited_s=waited_s)
-            behind = [self._job(one, now_s) for one in self.waiting if one.promise.ttft is not None]
+            others = (*self.interrupted, *self.waiting)
+            behind = [self._job(one, now_s) for one in others if one.promise]
             return Promise(
                 waited_s=waited_s,
                 room_s=room_s(behind, now_s),

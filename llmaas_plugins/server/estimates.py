@@ -18,9 +18,10 @@ _N_RECENT, _FIRST_S = 8, 0.1
 """Number of an app's calls whose times are kept, and the time before any."""
 _PIECE_S = 0.1
 _LEAST_PIECE, _MOST_PIECE = 8, 512
-_MORE, _LESS = 0.2, 0.01
-"""Steps of the pressure: in balance, other calls use a larger share of one call in 21."""
-_MOST_PRESSURE = 0.95
+_MORE, _LESS = 0.2, 0.005
+"""Steps of the pressure: in balance, other calls use a larger share of one call in 41."""
+_FIRST_PRESSURE, _MOST_PRESSURE = 0.5, 0.95
+"""Pressure from when calls meet for the first time, and the highest one."""
 _WHOLE_S = Promise(Limit(1.0), Limit(0.1))
 """Times of the whole model for an app of which none is known."""
 
@@ -57,7 +58,14 @@ class Estimates:
         """Start without any call."""
         self._apps: OrderedDict[str, AppTimes] = OrderedDict()
         self._token_s: float | None = None
+        self._have_met = False
         self.pressure = 0.0
+
+    def meet(self) -> None:
+        """Learn that a call arrived while another one had the engine."""
+        if not self._have_met:
+            self._have_met = True
+            self.pressure = _FIRST_PRESSURE
 
     def of(self, app: str) -> AppTimes:
         """Return the times of an app's calls."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.elastic.engine import Variant
+from llmaas_plugins.cli.main import main as llmaas
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
 from llmaas_plugins.elastic.prepared_file import write_prepared
 from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.uniform import LEVELS, anchors_of, step_of, uniform_widths
 from llmaas_plugins.elastic.units import Scores, blocks_of
 
-__all__ = ["by_weight", "default_variant", "variants", "write_uniform"]
+__all__ = ["by_weight", "default_variant", "prepared", "variants", "write_uniform"]
 
 
 def write_uniform(
@@ -83,6 +86,30 @@ def default_variant(path: Path, levels: Sequence[float]) -> Variant:
     found = variants(path, levels)
     table = "searched" if "searched" in found else "uniform"
     return found.get(f"{table}, compensated", found[table])
+
+
+def prepared(model: Path, folder: Path, *, is_quick: bool) -> Path:
+    """Return the file that ``llmaas elastic prepare`` writes by default; make it if it is missing.
+
+    Args:
+        model: GGUF file of the model.
+        folder: Folder for the file.
+        is_quick: Whether to leave out the search of widths.
+
+    Raises:
+        RuntimeError: The model cannot be prepared.
+    """
+    folder.mkdir(exist_ok=True)
+    path, partial = folder / f"{model.stem}.elastic.gguf", folder / f"{model.stem}.preparing.gguf"
+    if not path.exists():
+        command = ["elastic", "prepare", str(model), "-o", str(partial)]
+        command += ["--scores", str(folder / f"{model.stem}.scores.npz")]
+        with contextlib.redirect_stdout(sys.stderr):  # a study's own output is its report
+            status = llmaas([*command, *(["--no-search"] if is_quick else [])])
+        if status:
+            raise RuntimeError(f"{model} cannot be prepared")
+        partial.replace(path)  # before the end, it has only the uniform widths
+    return path
 
 
 def by_weight(biases: NDArray[np.float16]) -> Mapping[str, NDArray[np.float32]]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,9 +28,9 @@ def windows_of(model: Path, documents: list[str], n_windows: int, n_tokens: int)
     Raises:
         ValueError: The documents are shorter than a window.
     """
-    with contextlib.closing(
-        llama_cpp.Llama(str(model), vocab_only=True, verbose=False)
-    ) as tokenizer:
+    from llama_cpp import Llama  # not needed where the tokens are kept
+
+    with contextlib.closing(Llama(str(model), vocab_only=True, verbose=False)) as tokenizer:
         stream = chain.from_iterable(
             tokenizer.tokenize(f"{text}\n".encode(), add_bos=False) for text in documents
         )

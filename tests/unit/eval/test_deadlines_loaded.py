@@ -224,7 +224,7 @@ def test_probes_are_kept_and_one_that_ended_early_is_repeated_only_for_a_lower_b
 
 
 def test_a_folder_of_other_traces_is_refused(tmp_path):
-    plan = study.Plan((), (), (), (), (), 12, 0, 1, "tiny", 0, None)
+    plan = study.Plan((), (), (), (), (), 12, 0, 1, "tiny", 0, None, None)
     study.check_folder(tmp_path, plan, "packaged text")
     study.check_folder(tmp_path, plan, "packaged text")
     with pytest.raises(ValueError, match="give another --out"):

@@ -9,18 +9,18 @@ from typing import Any
 
 from llmaas_eval.data import packaged_documents
 from llmaas_eval.deadlines.loaded.answers import Kept, app_items, task_items, tokenizer
-from llmaas_eval.deadlines.loaded.baselines import BASELINES, Source
+from llmaas_eval.deadlines.loaded.baselines import BASELINES, SCRATCH, Source
 from llmaas_eval.deadlines.loaded.probes import Probe, Probes
 from llmaas_eval.deadlines.loaded.quality import AppScores, outcomes, pair_of
 from llmaas_eval.deadlines.loaded.questions import TASK_OF, AppQuestions
 from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores
 from llmaas_eval.deadlines.loaded.study import Plan, Row
 from llmaas_eval.deadlines.loaded.traces import ALPHAS, APP_NAMES
-from llmaas_eval.elastic.prepared import default_variant
+from llmaas_eval.elastic.prepared import default_variant, prepared
 from llmaas_eval.elastic.texts import windows_of
+from llmaas_eval.scratch.shapes import trained
 from llmaas_eval.tasks.questions import Task, generated_tasks, read_tasks
 from llmaas_eval.weights import f16_copy
-from llmaas_plugins.cli.main import main as llmaas
 from llmaas_plugins.elastic.uniform import LEVELS
 from llmaas_plugins.reference_model import reference_model_path
 
@@ -50,11 +50,13 @@ def answered(
     kept = Kept(folder / "answers")
     asked = {app: _asked(probes, app) for app in APP_NAMES}
     ones = [probe for probe in done if probe.case.system == _ONE_LEVEL]
-    for name, model, items in _models(plan, apps, asked, folder):
-        answering = _Answering(name, model, items, folder / "models", kept)
+    for name, model, items, scratch in _models(plan, apps, asked, folder):
+        answering = _Answering(name, model, items, scratch, folder / "models", kept)
         ours = _ours(answering, asked, _pairs(done), is_quick=plan.shape == "tiny")
         yield from (_row(name, probe, probe.case.system, ours) for probe in done)
         for method in BASELINES if ones else ():
+            if method == SCRATCH and not scratch:
+                continue
             theirs = _theirs(answering, method, ours, _pairs(ones))
             yield from (_row(name, probe, method, theirs) for probe in ones)
 
@@ -64,11 +66,15 @@ def answered(
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
-    """A model that answers, its questions by app, and folders for models and for answers."""
+    """A model that answers, its questions by app, and folders for models and for answers.
+
+    The smaller models that were trained from scratch in its place are in ``scratch``, by share.
+    """
 
     name: str
     model: Path
     items: Mapping[str, Sequence[Item]]
+    scratch: Mapping[float, Path]
     folder: Path
     kept: Kept
 
@@ -85,23 +91,29 @@ def _asked(probes: Probes, app: str) -> list[int]:
 
 def _models(
     plan: Plan, apps: Mapping[str, AppQuestions], asked: Mapping[str, Sequence[int]], folder: Path
-) -> Iterator[tuple[str, Path, Mapping[str, Sequence[Item]]]]:
-    """Yield each model's name, file, and its questions by app."""
+) -> Iterator[tuple[str, Path, Mapping[str, Sequence[Item]], Mapping[float, Path]]]:
+    """Yield each model's name, file, questions by app, and models trained from scratch."""
     packaged = reference_model_path()
+    scratch = {} if plan.scratch is None else trained(plan.scratch)
     with tokenizer(packaged) as llama:
         yield (
             "packaged",
             packaged,
             {app: app_items(apps[app], asked[app], llama) for app in APP_NAMES},
+            scratch,
         )
     if plan.n_tuned:
         from llmaas_eval.tasks.tuning import tune
 
-        tasks = _tasks(plan)
-        tuned = tune(packaged, tasks, plan.n_tuned, folder / "models", plan.seed)
+        tasks, models = _tasks(plan), folder / "models"
+        tuned = tune(packaged, tasks, plan.n_tuned, models, plan.seed)
+        scratch = {
+            share: tune(path, tasks, plan.n_tuned, models, plan.seed)
+            for share, path in scratch.items()
+        }
         with tokenizer(tuned) as llama:
             by_task = {name: task_items(task, llama) for name, task in tasks.items()}
-        yield _TUNED, tuned, {app: by_task[TASK_OF[app]] for app in APP_NAMES}
+        yield _TUNED, tuned, {app: by_task[TASK_OF[app]] for app in APP_NAMES}, scratch
 
 
 def _tasks(plan: Plan) -> Mapping[str, Task]:
@@ -128,7 +140,7 @@ def _ours(
     is_quick: bool,
 ) -> dict[str, AppScores]:
     """Answer with levels of the model that ``llmaas elastic prepare`` writes."""
-    variant = default_variant(_prepared(of.model, of.folder, is_quick=is_quick), LEVELS)
+    variant = default_variant(prepared(of.model, of.folder, is_quick=is_quick), LEVELS)
     found: dict[str, AppScores] = {}
     for app, items in of.items.items():
         by_pair = of.kept.scores(of.set_of(app), variant, items, sorted(pairs[app]))
@@ -136,19 +148,6 @@ def _ours(
         right = [item.choice for item in items]
         found[app] = AppScores(by_pair, LEVELS, rows, by_pair[_WHOLE], right)
     return found
-
-
-def _prepared(model: Path, folder: Path, *, is_quick: bool) -> Path:
-    """Return the file that ``llmaas elastic prepare`` writes; make it if it is missing."""
-    folder.mkdir(exist_ok=True)
-    path, partial = folder / f"{model.stem}.elastic.gguf", folder / f"{model.stem}.preparing.gguf"
-    if not path.exists():
-        command = ["elastic", "prepare", str(model), "-o", str(partial)]
-        command += ["--scores", str(folder / f"{model.stem}.scores.npz")]
-        if llmaas([*command, *(["--no-search"] if is_quick else [])]):
-            raise RuntimeError(f"{model} cannot be prepared")
-        partial.replace(path)  # before the end, it has only the uniform widths
-    return path
 
 
 def _theirs(
@@ -165,7 +164,7 @@ def _theirs(
         LEVELS[i] for i in sorted({prefill for each in pairs.values() for prefill, _ in each})
     ]
     found: dict[str, dict[Pair, Scores]] = {app: {} for app in APP_NAMES}
-    for some, variant in BASELINES[method](Source(source, levels, windows, folder)):
+    for some, variant in BASELINES[method](Source(source, levels, windows, folder, of.scratch)):
         places = {(LEVELS.index(level),) * 2: i for i, level in enumerate(some)}
         for app, items in of.items.items():
             own = {pair: (at, at) for pair, at in places.items() if pair in pairs[app]}

@@ -22,7 +22,7 @@ from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.uniform import step_of, uniform_widths
 from llmaas_plugins.elastic.units import Blocks, Widths, blocks_of, without_layers
 
-__all__ = ["BASELINES", "Source"]
+__all__ = ["BASELINES", "SCRATCH", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,23 @@ class Source:
         levels: Shares of the blocks' weights, widest first.
         calibration: Text to score importance on.
         folder: Folder for model files.
+        scratch: Models that were trained from scratch, by share; empty if there are none.
     """
 
     path: Path
     levels: Sequence[float]
     calibration: Windows
     folder: Path
+    scratch: Mapping[float, Path]
 
     @property
     def blocks(self) -> Blocks:
         """Units of the model."""
         return blocks_of(self.path)
 
+
+SCRATCH = "PFS"
+"""Baseline that needs models which were trained from scratch."""
 
 Variants = Iterator[tuple[Sequence[float], Variant]]
 """Variants, each with the shares that its levels serve."""
@@ -111,12 +116,24 @@ def _laco(source: Source) -> Variants:
         yield [level for level in source.levels if n_kept[level] == n], Variant(path)
 
 
+def _from_scratch(source: Source) -> Variants:
+    """Yield small models that were trained from scratch (PFS): the largest one for each level."""
+    served = dict[Path, list[float]]()
+    for level in source.levels:
+        fitting = [share for share in source.scratch if share <= level + 1e-9]
+        path = source.path if level == 1.0 else source.scratch[max(fitting)]
+        served.setdefault(path, []).append(level)
+    for path, levels in served.items():
+        yield levels, Variant(path)
+
+
 BASELINES: Mapping[str, Callable[[Source], Variants]] = {
     "LLM-Pruner": _llm_pruner,
     "LE": _by_loss,
     "LaCo": _laco,
     "ShortGPT": _shortgpt,
     "AttnDrop": _attention_drop,
+    SCRATCH: _from_scratch,
 }
 """Function that makes each baseline's models."""
 

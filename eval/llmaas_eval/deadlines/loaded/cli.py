@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = run(plan, apps, args.out)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
-    settings = asdict(plan) | {"data": args.tasks is not None}
+    given = {"data": args.tasks is not None, "scratch": args.scratch is not None}
+    settings = asdict(plan) | given
     text = write(args.out / "loaded.json", settings, rows, report)
     sys.stdout.write(f"{text}\n")
     if args.pictures:
@@ -83,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         "an idle service; default %(default)s")  # fmt: skip
     add("--tune-tokens", type=int, default=786_432, help="tokens to tune the copy of the packaged "
         "model on, for part `answers`; 0 leaves it out; default %(default)s")  # fmt: skip
+    add("--scratch", type=Path, metavar="FOLDER", help="models of `python -m llmaas_eval.scratch`, "
+        "for part `answers`; default: without them")  # fmt: skip
     add("--shape", choices=("200m", "1b"), default="200m", help="random model; default %(default)s")
     add("--pictures", type=Path, metavar="FOLDER", help="also write PNG plots to FOLDER")
     add("--quick", action="store_true", help="a dozen requests of a tiny model, as a check only")
@@ -102,6 +105,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         shape="tiny" if args.quick else args.shape,
         n_tuned=args.tune_tokens,
         data=args.tasks.absolute().parent if args.tasks and not args.quick else None,
+        scratch=args.scratch,
     )
 
 

@@ -44,7 +44,6 @@ TASK_OF: Mapping[str, str] = {
 }
 """Task of the tuned model whose questions stand for an app's."""
 LEFT_OUT: Mapping[str, str] = {
-    "PFS": "models trained from scratch at 20 to 60 % of the blocks are not trained here",
     "LLMLingua-2 + contextual sparsity": "it needs a compressor of prompts, which is not built",
 }
 """Baselines of the paper that are not measured, and why."""

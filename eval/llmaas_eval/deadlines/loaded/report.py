@@ -29,6 +29,7 @@ NOTE = (
     "weights at the same levels: quality and times come from different models. A system that "
     "narrows the model as other papers do takes the time of our level of the same share."
 )
+NO_SCRATCH = "Models trained from scratch (PFS) are left out; `--scratch` adds them."
 _OURS = "ours"
 _RIVALS = ("fifo-constant", "edf-constant")
 
@@ -50,6 +51,7 @@ def report(document: Output) -> str:
     parts = [as_markdown(TABLES, [document]), *halves, NOTE]
     if any(row["row"] == "quality" for row in rows):
         parts += [f"{name} is left out: {why}." for name, why in LEFT_OUT.items()]
+        parts += [] if document["settings"].get("scratch") else [NO_SCRATCH]
         parts.append(f"The tuned model answers {', '.join(sorted({*TASK_OF.values()}))} questions.")
     return "\n\n".join([*parts, f"Sets: {sets}."])
 

@@ -46,6 +46,7 @@ class Plan:
         shape: Shape of the random model.
         n_tuned: Tokens to tune a copy of the packaged model on; 0 for no copy.
         data: Folder of the data sets that the copy is tuned to; None for generated requests.
+        scratch: Folder of models that were trained from scratch; None for none.
     """
 
     parts: Sequence[str]
@@ -59,6 +60,7 @@ class Plan:
     shape: str
     n_tuned: int
     data: Path | None
+    scratch: Path | None
 
 
 def check_folder(folder: Path, plan: Plan, texts: str) -> None:
