@@ -16,6 +16,7 @@ from llmaas_hooks import HookManager, forks, request_scope
 from llmaas_hooks.discovery import load_plugin, plugin_entry
 from llmaas_hooks.errors import ConfigError, PluginError
 from llmaas_plugins.config import Config, Source, load_config, validated
+from llmaas_plugins.model.made_files import MadeFiles
 
 __all__ = ["Suite", "activate", "active_suite", "make_plugin", "without"]
 
@@ -70,6 +71,8 @@ class Suite:
         try:
             for name in self.config.enabled():
                 self.hooks.register(name, make_plugin(name, self.config))
+            if self.config.models:
+                self.hooks.register("models", MadeFiles(self.config.models))
             for name, listener in self._listeners.items():
                 self.hooks.register(name, listener)
             self._installed = install(self.hooks)

@@ -8,6 +8,11 @@
     codec = "int8"
     ram_budget = "256 MiB"
 
+    [models."/home/me/your.gguf"]    # a file to load in its place; `llmaas setup` writes this
+    file = "/home/me/your.elastic.gguf"
+    digest = "…"                     # of both files: the table is void once one of them changes
+    file_digest = "…"
+
 The file is the first of these: the one named in code or by ``--config``, the one named by
 ``LLMAAS_CONFIG`` (an empty value means no file), ``./llmaas.toml``, and
 ``~/.config/llmaas/llmaas.toml``. A file that was found without being named is logged.
@@ -34,6 +39,7 @@ from pydantic import (
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import installed_plugins, suggest
 from llmaas_plugins.config_file import chosen_file, read_config_file
+from llmaas_plugins.model.made_files import MadeFile
 from llmaas_plugins.service_config import ServiceConfig
 
 __all__ = ["Config", "PluginTable", "ServiceConfig", "Source", "load_config", "validated"]
@@ -70,6 +76,7 @@ class _File(BaseModel):
     on_error: Literal["log", "raise"] = "log"
     plugins: dict[str, dict[str, Any]] = {}
     service: ServiceConfig = ServiceConfig()
+    models: dict[str, MadeFile] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,7 @@ class Config:
         on_error: Effect of a plugin's exception on the app's call.
         plugins: Tables of the plugins, by name.
         service: Limits and paths of the service.
+        models: Files to load in place of models, by the models' absolute paths.
         origins: Origin of each other key (``on_error``, ``service.max_queue``, …), as in
             ``PluginTable``. Keys that are missing here have defaults.
         file: The file that was read, if any.
@@ -109,6 +117,7 @@ class Config:
     on_error: Literal["log", "raise"] = "log"
     plugins: Mapping[str, PluginTable] = field(default_factory=dict)
     service: ServiceConfig = field(default_factory=ServiceConfig)
+    models: Mapping[str, MadeFile] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     file: Path | None = field(default=None, compare=False)
     is_none_meant: bool = field(default=True, compare=False)
@@ -175,14 +184,19 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
     except ValidationError as error:
         raise ConfigError(_explain(error, origin, _File)) from error
     service = _placed("service", file.service, dict(raw.get("service", {})))
+    models = {_absolute(name): _placed("models", one, {}) for name, one in file.models.items()}
     plugins = {name: _table(table, origin) for name, table in file.plugins.items()}
     _apply_environment(plugins, environ, code_wins=origin == "code")
     keys = [f"service.{key}" for key in file.service.model_fields_set]
-    keys += file.model_fields_set - {"plugins", "service"}
+    keys += file.model_fields_set - {"plugins", "service", "models"}
     is_none_meant = origin == "code" or "LLMAAS_PLUGINS" in environ
     origins = dict.fromkeys(keys, origin)
     unknown = tuple(filter(_is_unknown, sorted(environ)))
-    return Config(file.on_error, plugins, service, origins, path, is_none_meant, unknown)
+    return Config(file.on_error, plugins, service, models, origins, path, is_none_meant, unknown)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseModel:

@@ -105,6 +105,11 @@ class HookManager:
         """Return the failures so far: ``{plugin: {hook: {"count": …, "last": …}}}``."""
         return self._failures.report()
 
+    def model_path(self, path: str) -> str:
+        """Fire ``llmaas_model_path``; return the first answer, or the path if there is none."""
+        answers = self._call("llmaas_model_path", path=path).values()
+        return next((answer for answer in answers if answer is not None), path)
+
     def model_load(self, load: ModelLoad) -> None:
         """Fire ``llmaas_model_load``."""
         self._call("llmaas_model_load", load=load)

@@ -46,6 +46,7 @@ __all__ = [
     "llmaas_level",
     "llmaas_logits",
     "llmaas_model_load",
+    "llmaas_model_path",
     "llmaas_native_context",
     "llmaas_prefill",
     "llmaas_request_begin",
@@ -65,6 +66,18 @@ def llmaas_model_load(load: ModelLoad) -> None:
     When: inside ``llama_model_load_from_file``, before the original function runs.
     Thread: the app's. Cost: once a model; may take milliseconds.
     Errors: with ``on_error = "log"`` the model loads with the parameters as edited so far.
+    """
+
+
+@hookspec
+def llmaas_model_path(path: str) -> str | None:
+    """Name the file to load in place of a model's, such as one that was made of it.
+
+    When: inside ``llama_model_load_from_file``, before ``llmaas_model_load``.
+    Thread: the app's. Cost: once a model; may take seconds, such as to identify a file.
+    Returns: the path of another file, or None. The first plugin that names one decides. LoRA
+        adapters are then refused, because they were made for the app's file.
+    Errors: with ``on_error = "log"`` the app's file is loaded.
     """
 
 

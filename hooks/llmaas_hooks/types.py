@@ -226,6 +226,7 @@ class ModelLoad:
         overrides: Metadata that the app replaces (``kv_overrides``), by key.
         adapters: LoRA files that were loaded for the model, in order.
         is_claimed: Whether the model was loaded with the weights that plugins claimed.
+        in_place_of: Path that the app named, if a plugin named another file to load.
     """
 
     path: str
@@ -234,6 +235,7 @@ class ModelLoad:
     overrides: Mapping[str, Override] = field(default_factory=dict)
     adapters: list[ModelFile] = field(default_factory=list)
     is_claimed: bool = False
+    in_place_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,14 @@ def model_load(load: ModelLoad, model: int, *, is_listed: bool, is_claimed: bool
     files = load.files if is_listed else load.files[: _n_splits(model)]
     params = type(load.params).from_buffer_copy(load.params)
     overrides = _overrides(load.params)
-    return ModelLoad(load.path, params, look_again(files), overrides, is_claimed=is_claimed)
+    return ModelLoad(
+        load.path,
+        params,
+        look_again(files),
+        overrides,
+        is_claimed=is_claimed,
+        in_place_of=load.in_place_of,
+    )
 
 
 def _n_splits(model: int) -> int:

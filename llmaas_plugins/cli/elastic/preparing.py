@@ -136,6 +136,7 @@ class Preparation:
         return {
             "path": str(self.target),
             "steps": [step._asdict() for step in self._planned],
+            "speeds": self._speeds._asdict(),
             "memory_bytes": memory_bytes(self._args, self._blocks),
             "disk_bytes": disk_bytes(self._args),
         }
@@ -258,8 +259,8 @@ class Preparation:
         if scores is not None:
             is_written = self._is_written(order_by(self._movable, scores))
         done = Done(self._checkpoint.get("text 0") is not None, scores is not None, is_written)
-        speeds = probed(args.model, self._blocks, self.target)
-        return planned(args, self._blocks, speeds, done, is_apart=self._is_apart)
+        self._speeds = probed(args.model, self._blocks, self.target)
+        return planned(args, self._blocks, self._speeds, done, is_apart=self._is_apart)
 
     def _lines(self, elastic: Elastic, n_bytes: int) -> Iterator[str]:
         n_levels = len(elastic.levels)

@@ -1,0 +1,123 @@
+"""The ``llmaas.toml`` that ``llmaas setup`` writes, which it changes only while nobody else did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.files.file_bytes import as_store_error
+from llmaas_plugins.files.partial_file import replacing
+
+__all__ = ["Settings", "check_ours", "config_text", "write_config"]
+
+_FIRST = re.compile(r"# Written by `llmaas setup`; sha256 of the lines below: ([0-9a-f]{64})\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the file says.
+
+    Attributes:
+        model: Path of the model.
+        digest: Digest of the model.
+        made: File to load in its place; the model itself if there is none.
+        made_digest: Digest of that file.
+        table: Widths of the levels; None without levels.
+        is_packed: Whether the weights were packed.
+        has_chats: Whether there is a datastore.
+        memory: Memory of the process, as the user typed it; None for the default.
+    """
+
+    model: Path
+    digest: str
+    made: Path
+    made_digest: str
+    table: str | None
+    is_packed: bool
+    has_chats: bool
+    memory: str | None
+
+
+def config_text(settings: Settings) -> str:
+    """Return the file's text."""
+    parts = ["# Change what you like: from then on, `llmaas setup` leaves this file alone.\n"]
+    if settings.made != settings.model:
+        parts.append(
+            "# Apps name the model as before; the file that was made of it is loaded in its place.\n"
+            f"[models.{json.dumps(str(settings.model))}]\n"
+            f"file = {json.dumps(str(settings.made))}\n"
+            f'digest = "{settings.digest}"\n'
+            f'file_digest = "{settings.made_digest}"\n'
+        )
+    parts.append(
+        "# Contexts are kept in chunks, in RAM and on disk, and come back without recomputing.\n"
+        '[plugins.kv_chunks]\nram_budget = "256 MiB"\ndisk_budget = "4 GiB"\n'
+    )
+    if settings.table is not None:
+        parts.append(
+            "# Nine widths of the model, chosen for each request: level = 0.2 to 1.0.\n"
+            f'[plugins.elastic]\ntable = "{settings.table}"\n'
+        )
+        parts.append(
+            "# A request may name its latency, such as slo = \"300 ms/60 ms\", and gets the best\n"
+            "# level that keeps it.\n[plugins.deadlines]\n"
+        )
+    if settings.is_packed:
+        memory = settings.memory
+        budget = f"memory_budget = {json.dumps(memory)}" if memory else '# memory_budget = "3 GiB"'
+        parts.append(
+            "# Weights that do not fit into the budget are streamed from disk; unset, it is nine\n"
+            f"# tenths of the available memory.\n[plugins.flash_weights]\n{budget}\n"
+        )
+    if settings.has_chats:
+        parts.append(
+            "# Next-token mixing with the chats that were given.\n[plugins.knn_lm]\n"
+        )
+    body = "\n".join(parts)
+    return f"# Written by `llmaas setup`; sha256 of the lines below: {_hash(body)}\n{body}"
+
+
+def check_ours(path: Path) -> None:
+    """Refuse a file that somebody else wrote or changed.
+
+    Raises:
+        ConfigError: The file exists and is not as ``llmaas setup`` wrote it.
+    """
+    if not _is_ours(path):
+        raise ConfigError(
+            f"{path} exists and was not written by `llmaas setup`, or was changed since. "
+            "`-o FILE` writes the configuration elsewhere."
+        )
+
+
+def write_config(path: Path, text: str) -> None:
+    """Write the file, unless somebody else changed it meanwhile.
+
+    Raises:
+        ConfigError: The file exists and is not as ``llmaas setup`` wrote it.
+        StoreError: The file cannot be written.
+    """
+    check_ours(path)
+    with replacing(path) as fd, as_store_error(f"cannot write {path}"):
+        with open(fd, "w", encoding="utf-8", closefd=False) as file:
+            file.write(text)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a file does not exist, or is as this command wrote it."""
+    with as_store_error(f"cannot read {path}"):
+        if not path.exists():
+            return True
+        if not path.is_file():
+            return False
+        text = path.read_text("utf-8", "replace")
+    found = _FIRST.match(text)
+    return found is not None and _hash(text[found.end() :]) == found[1]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,81 @@
+"""How long the steps of ``llmaas setup`` take, and how much disk, from a probe of the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from llmaas_plugins.cli.elastic.estimates import Speeds
+from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job, command
+
+__all__ = ["Estimates", "estimates_of"]
+
+_LEVELS = 5.4
+"""Sum of the nine levels."""
+_PROFILED = 10_000
+"""Prompt tokens that are timed at each level: nine lengths, three times, with two thread counts."""
+_TIMED = 500
+"""Tokens after a prompt that are timed at each level, one by one."""
+_ALONE = 4
+"""Time of a token that is evaluated alone, relative to one of a prompt."""
+_COMPARED = 750
+"""Tokens of all levels together that comparing the answers to a prompt evaluates."""
+_FULL_REQUESTS = 1000
+_BYTES = 4
+"""Bytes of a chat export for each of its tokens."""
+
+
+class Estimates(NamedTuple):
+    """Estimates for a job.
+
+    Attributes:
+        seconds: Seconds by step; a step is missing if there is no estimate.
+        disk_bytes: Most bytes of files beside the model.
+        problem: Why the model cannot be prepared; None if it can.
+    """
+
+    seconds: Mapping[str, float]
+    disk_bytes: int
+    problem: str | None = None
+
+
+def estimates_of(job: Job) -> Estimates:
+    """Probe a model in another process, which takes seconds, and estimate each step."""
+    n_bytes = job.model.stat().st_size
+    if "prepare" in job.skipped:
+        return Estimates({}, n_bytes)
+    arguments = ("elastic", "prepare", str(job.model), "-o", str(job.made))
+    done = subprocess.run(
+        command([*arguments, "--json", "--dry-run"]), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return Estimates({}, n_bytes, last.removeprefix("llmaas: error: "))
+    found = json.loads(done.stdout)
+    chats = sum(path.stat().st_size for path in job.chats)
+    return Estimates(_seconds(found, chats, n_bytes), found["disk_bytes"] + n_bytes)
+
+
+def _seconds(found: Mapping[str, Any], n_chat_bytes: int, n_bytes: int) -> dict[str, float]:
+    """Return the seconds of each step from the dry run of ``llmaas elastic prepare``."""
+    speeds = Speeds(**found["speeds"])
+    steps = {step["what"]: 0 if step["is_done"] else step["seconds"] or 0 for step in found["steps"]}
+    search_s = sum(seconds for what, seconds in steps.items() if what.split()[0] in _SEARCHING)
+    level_s = _LEVELS * speeds.read_s
+    profile_s = level_s * (_PROFILED + _ALONE * _TIMED)
+    return {
+        "prepare": sum(steps.values()) - search_s,
+        "pack": n_bytes * speeds.store_s,
+        "profile": profile_s,
+        "learn": N_REQUESTS * _COMPARED * speeds.read_s,
+        "datastore": n_chat_bytes / _BYTES * speeds.read_s,
+        "search": search_s,
+        "profile searched": profile_s,
+        "learn searched": _FULL_REQUESTS * _COMPARED * speeds.read_s,
+    }
+
+
+_SEARCHING = ("search", "add")
+"""First words of the steps that follow the uniform widths."""

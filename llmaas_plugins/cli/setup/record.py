@@ -1,0 +1,80 @@
+"""What ``llmaas setup`` has done for a model, kept so that it is not done again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from llmaas_plugins.files.file_bytes import as_store_error
+from llmaas_plugins.files.partial_file import replacing
+
+__all__ = ["DIRECTORY", "Record", "folder_of", "key_of"]
+
+DIRECTORY = Path("~/.cache/llmaas/setup")
+_NAME = "record.json"
+
+
+class _Done(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: str
+    result: str | None
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1]
+    done: dict[str, _Done]
+
+
+class Record:
+    """Steps that were done, in a file. A damaged file counts as none: steps are then done again."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the record in ``folder``, if there is one."""
+        self._path = folder / _NAME
+        try:
+            self._done = dict(_File.model_validate_json(self._path.read_bytes()).done)
+        except (OSError, ValidationError):
+            self._done = {}
+
+    def has(self, step: str, key: str) -> bool:
+        """Return whether a step was done with the same input, and its result is still there."""
+        done = self._done.get(step)
+        if done is None or done.key != key:
+            return False
+        return done.result is None or Path(done.result).exists()
+
+    def keep(self, step: str, key: str, result: str | None) -> Self:
+        """Record a step.
+
+        Raises:
+            StoreError: The record cannot be written.
+        """
+        self._done[step] = _Done(key=key, result=result)
+        content = _File(version=1, done=self._done).model_dump_json().encode()
+        with replacing(self._path) as fd, as_store_error(f"cannot write {self._path}"):
+            with open(fd, "wb", closefd=False) as file:
+                file.write(content)
+        return self
+
+
+def folder_of(digest: str) -> Path:
+    """Return the folder that keeps the record of a model."""
+    return DIRECTORY.expanduser() / digest[:32]
+
+
+def key_of(arguments: Sequence[str], digests: Sequence[str]) -> str:
+    """Return a name of what a step does.
+
+    Args:
+        arguments: Arguments of its command.
+        digests: Digests of the files that it reads.
+    """
+    return hashlib.sha256(json.dumps([*arguments, *digests]).encode()).hexdigest()

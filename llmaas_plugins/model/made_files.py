@@ -1,0 +1,80 @@
+"""Files that were made of models and are loaded in their place, so that apps stay as they are.
+
+``llmaas setup`` writes them to the table ``[models]`` of ``llmaas.toml``. Both files are identified
+by their digests before anything is loaded in place of what the app named.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmaas_hooks import StoreError, hookimpl
+from llmaas_plugins.model.digest import file_digest
+
+__all__ = ["MadeFile", "MadeFiles"]
+
+_DIGEST = "^[0-9a-f]{64}$"
+
+_log = logging.getLogger("llmaas.models")
+
+
+class MadeFile(BaseModel):
+    """Entry of the table ``[models]``, whose key is the path of the model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: Path = Field(description="File that is loaded in place of the model.")
+    digest: str = Field(pattern=_DIGEST, description="Digest of the model.")
+    file_digest: str = Field(pattern=_DIGEST, description="Digest of the file.")
+
+
+class MadeFiles:
+    """Plugin that loads a file which was made of a model in the model's place."""
+
+    def __init__(self, made: Mapping[str, MadeFile]) -> None:
+        """Take the files by the paths of their models."""
+        self._made = {_place(Path(model)): one for model, one in made.items()}
+        self._loaded: dict[str, str] = {}
+
+    @hookimpl
+    def llmaas_model_path(self, path: str) -> str | None:
+        """Name the file that was made of a model, if both are still what they were."""
+        made = self._made.get(_place(Path(path)))
+        if made is None:
+            return None
+        file = made.file.expanduser()
+        problem = _changed(Path(path), made.digest) or _changed(file, made.file_digest)
+        if problem is not None:
+            _log.warning(
+                "%s is loaded as it is, because %s. `llmaas setup %s` prepares it again.",
+                path, problem, path,
+            )  # fmt: skip
+            return None
+        _log.info("%s is loaded in place of %s", file, path)
+        self._loaded[path] = str(file)
+        return str(file)
+
+    @hookimpl
+    def llmaas_status(self) -> dict[str, Any]:
+        """Report which files were loaded in place of models."""
+        return {"loaded": dict(self._loaded)}
+
+
+def _place(path: Path) -> Path:
+    return path.expanduser().resolve()
+
+
+def _changed(path: Path, digest: str) -> str | None:
+    """Return why a file is not the one with a digest; None if it is."""
+    if not path.is_file():
+        return f"there is no file {path}"
+    try:
+        found = file_digest(path)
+    except StoreError as error:
+        return str(error)
+    return None if found == digest else f"{path} was changed since"
