@@ -12,7 +12,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, sync_directory, write
 from llmaas_plugins.files.store_lock import try_lock
 
-__all__ = ["replaced", "replacing", "taken"]
+__all__ = ["replaced", "replacing", "taken", "write_bytes"]
 
 
 @contextlib.contextmanager
@@ -81,6 +81,16 @@ def replaced(
             n_written += len(content)
             yield len(content)
         finish(fd)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a small file, or leave an existing one unchanged.
+
+    Raises:
+        StoreError: The file cannot be written, or another process writes it.
+    """
+    for _ in replaced(path, [content]):
+        pass
 
 
 # -- inside --------------------------------------------------------------------------------------

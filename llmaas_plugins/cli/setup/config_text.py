@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.files.file_bytes import as_store_error
-from llmaas_plugins.files.partial_file import replacing
+from llmaas_plugins.files.partial_file import write_bytes
 
 __all__ = ["Settings", "check_ours", "config_text", "write_config"]
 
@@ -47,7 +47,7 @@ def config_text(settings: Settings) -> str:
     parts = ["# Change what you like: from then on, `llmaas setup` leaves this file alone.\n"]
     if settings.made != settings.model:
         parts.append(
-            "# Apps name the model as before; the file that was made of it is loaded in its place.\n"
+            "# Apps name the model as before, and the file that was made of it is loaded.\n"
             f"[models.{json.dumps(str(settings.model))}]\n"
             f"file = {json.dumps(str(settings.made))}\n"
             f'digest = "{settings.digest}"\n'
@@ -63,7 +63,7 @@ def config_text(settings: Settings) -> str:
             f'[plugins.elastic]\ntable = "{settings.table}"\n'
         )
         parts.append(
-            "# A request may name its latency, such as slo = \"300 ms/60 ms\", and gets the best\n"
+            '# A request may name its latency, such as slo = "300 ms/60 ms", and gets the best\n'
             "# level that keeps it.\n[plugins.deadlines]\n"
         )
     if settings.is_packed:
@@ -74,9 +74,7 @@ def config_text(settings: Settings) -> str:
             f"# tenths of the available memory.\n[plugins.flash_weights]\n{budget}\n"
         )
     if settings.has_chats:
-        parts.append(
-            "# Next-token mixing with the chats that were given.\n[plugins.knn_lm]\n"
-        )
+        parts.append("# Next-token mixing with the chats that were given.\n[plugins.knn_lm]\n")
     body = "\n".join(parts)
     return f"# Written by `llmaas setup`; sha256 of the lines below: {_hash(body)}\n{body}"
 
@@ -102,9 +100,7 @@ def write_config(path: Path, text: str) -> None:
         StoreError: The file cannot be written.
     """
     check_ours(path)
-    with replacing(path) as fd, as_store_error(f"cannot write {path}"):
-        with open(fd, "w", encoding="utf-8", closefd=False) as file:
-            file.write(text)
+    write_bytes(path, text.encode())
 
 
 def _is_ours(path: Path) -> bool:

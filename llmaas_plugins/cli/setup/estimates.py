@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from llmaas_plugins.cli.elastic.estimates import Speeds
-from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job, command
+from llmaas_plugins.cli.setup.processes import completed
+from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job
 
 __all__ = ["Estimates", "estimates_of"]
 
@@ -47,9 +47,7 @@ def estimates_of(job: Job) -> Estimates:
     if "prepare" in job.skipped:
         return Estimates({}, n_bytes)
     arguments = ("elastic", "prepare", str(job.model), "-o", str(job.made))
-    done = subprocess.run(
-        command([*arguments, "--json", "--dry-run"]), capture_output=True, text=True, check=False
-    )
+    done = completed([*arguments, "--json", "--dry-run"], shows_errors=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         return Estimates({}, n_bytes, last.removeprefix("llmaas: error: "))
@@ -61,7 +59,9 @@ def estimates_of(job: Job) -> Estimates:
 def _seconds(found: Mapping[str, Any], n_chat_bytes: int, n_bytes: int) -> dict[str, float]:
     """Return the seconds of each step from the dry run of ``llmaas elastic prepare``."""
     speeds = Speeds(**found["speeds"])
-    steps = {step["what"]: 0 if step["is_done"] else step["seconds"] or 0 for step in found["steps"]}
+    steps = {
+        step["what"]: 0 if step["is_done"] else step["seconds"] or 0 for step in found["steps"]
+    }
     search_s = sum(seconds for what, seconds in steps.items() if what.split()[0] in _SEARCHING)
     level_s = _LEVELS * speeds.read_s
     profile_s = level_s * (_PROFILED + _ALONE * _TIMED)

@@ -6,12 +6,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from llmaas_plugins.files.file_bytes import as_store_error
-from llmaas_plugins.files.partial_file import replacing
+from llmaas_plugins.files.partial_file import write_bytes
 
 __all__ = ["DIRECTORY", "Record", "folder_of", "key_of"]
 
@@ -51,18 +50,14 @@ class Record:
             return False
         return done.result is None or Path(done.result).exists()
 
-    def keep(self, step: str, key: str, result: str | None) -> Self:
+    def keep(self, step: str, key: str, result: str | None) -> None:
         """Record a step.
 
         Raises:
             StoreError: The record cannot be written.
         """
         self._done[step] = _Done(key=key, result=result)
-        content = _File(version=1, done=self._done).model_dump_json().encode()
-        with replacing(self._path) as fd, as_store_error(f"cannot write {self._path}"):
-            with open(fd, "wb", closefd=False) as file:
-                file.write(content)
-        return self
+        write_bytes(self._path, _File(version=1, done=self._done).model_dump_json().encode())
 
 
 def folder_of(digest: str) -> Path:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.models import trained_context
+from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.record import key_of
 from llmaas_plugins.model.digest import file_digest
 
@@ -25,7 +24,6 @@ __all__ = [
     "STEPS",
     "Job",
     "Step",
-    "command",
     "digests_of",
     "improving_steps",
     "run",
@@ -149,18 +147,13 @@ def digests_of(step: Step, job: Job) -> list[str]:
     ]
 
 
-def command(arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs ``llmaas`` with this interpreter."""
-    return [sys.executable, "-P", "-m", "llmaas_plugins.cli.main", *arguments]
-
-
 def run(step: Step) -> str | None:
     """Run a step, with its progress on stderr; return the path of its result, if it says one.
 
     Raises:
         ConfigError: The step failed.
     """
-    done = subprocess.run(command(step.arguments), stdout=subprocess.PIPE, check=False)
+    done = completed(step.arguments)
     if done.returncode:
         raise ConfigError(
             f"step {step.name} failed: `llmaas {' '.join(step.arguments)}`. The same command goes "
@@ -173,7 +166,7 @@ def run(step: Step) -> str | None:
 # -- inside --------------------------------------------------------------------------------------
 
 
-def _json(content: bytes) -> dict[str, Any]:
+def _json(content: str) -> dict[str, Any]:
     try:
         found = json.loads(content)
     except ValueError:

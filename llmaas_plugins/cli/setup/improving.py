@@ -1,0 +1,55 @@
+"""Search for better widths after ``llmaas setup``, in the background.
+
+The prepared file's weights stay the same: it gets a second table of widths. Its levels are timed
+and compared before the configuration names that table, so apps never lack measured times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.setup.processes import begun
+from llmaas_plugins.cli.setup.running import Run
+from llmaas_plugins.cli.setup.steps import improving_steps
+
+__all__ = ["begin_improving", "improve"]
+
+_LOG = "improve.log"
+_NICE = 19
+
+
+def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Start the search in the background; return its process and log, or None if it is done."""
+    if run.is_improved():
+        return None
+    arguments = ["setup", str(run.job.model), "--improve", "-o", str(run.config)]
+    for option, values in (("--chats", run.job.chats), ("--skip", sorted(run.job.skipped))):
+        arguments += [option, *map(str, values)] if values else []
+    arguments += ["--memory", args.memory] if args.memory else []
+    log = run.folder / _LOG
+    return {"pid": begun(arguments, log), "log": str(log)}
+
+
+def improve(run: Run) -> None:
+    """Search better widths, time and compare their levels, and switch the configuration to them.
+
+    Raises:
+        ConfigError: The model is not set up, or a step failed.
+        StoreError: A file cannot be written, or another run is at work.
+    """
+    left = [step.name for step in run.steps if not run.is_done(step)]
+    if left or run.job.made == run.job.model:
+        raise ConfigError(
+            f"{run.job.model} is not set up: run `llmaas setup {run.job.model}` first, with the "
+            "same options."
+        )
+    os.nice(_NICE)
+    with run.locked():
+        run.do(improving_steps(run.job))
+        try:
+            run.write("searched")
+        except ConfigError as error:
+            run.say(f'{error} Set table = "searched" in [plugins.elastic] to use the new widths.')
