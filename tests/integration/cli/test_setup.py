@@ -1,0 +1,111 @@
+"""``llmaas setup`` on the packaged model, and an unchanged app with what it made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from llmaas_eval.data import packaged_chats
+from llmaas_eval.families import write_family
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.elastic.metadata import read_elastic
+from llmaas_plugins.model.digest import file_digest
+
+pytestmark = pytest.mark.slow
+
+APP = """
+import json
+from llama_cpp import Llama
+from llmaas_plugins.activation import active_suite
+
+llama = Llama("model.gguf", n_ctx=512, verbose=False)
+llama("User: Hello there, how are you today?\\nAssistant:", max_tokens=4)
+print(json.dumps(active_suite().status()["plugins"]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a folder to set up in, whose home has no files of others."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("GGML_NO_BACKTRACE", "1")
+    for name in ("LLMAAS_CONFIG", "LLMAAS_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return work
+
+
+def setup(capfd, *options):
+    """Run the command; return its exit status, its report and what it said."""
+    capfd.readouterr()
+    status = main(["setup", "model.gguf", *options, "--json"])
+    out, err = capfd.readouterr()
+    return status, json.loads(out) if out else None, err
+
+
+def run_app(folder):
+    (folder / "app.py").write_text(APP)
+    command = [sys.executable, "-m", "llmaas_plugins.cli.main", "run", "app.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_from_a_model_to_an_app_with_all_plugins(folder, reference_model, capfd):
+    shutil.copy(reference_model, folder / "model.gguf")
+    options = "--chats", str(packaged_chats()[0]), "--memory", "60%", "--no-improve"
+    status, report, said = setup(capfd, *options, "--dry-run")
+    assert status == 0
+    assert [*folder.iterdir()] == [folder / "model.gguf"]
+    assert all(step["estimated_s"] > 0 and not step["is_done"] for step in report["steps"])
+    assert "3. profile: measure how long each level takes, about" in said
+
+    status, report, said = setup(capfd, *options)
+    assert status == 0
+    assert report["doctor"]["ok"]
+    assert [*report["seconds"]] == ["prepare", "pack", "profile", "learn", "datastore"]
+    assert (folder / "llmaas.toml").exists()
+
+    plugins = run_app(folder)
+    made = folder / "model.elastic.gguf"
+    assert plugins["models"] == {"loaded": {"model.gguf": str(made)}}
+    assert plugins["elastic"]["models"]
+    assert plugins["knn_lm"]["engines"] if "engines" in plugins["knn_lm"] else plugins["knn_lm"]
+    assert {*plugins} == {
+        "kv_chunks", "elastic", "deadlines", "flash_weights", "knn_lm", "models",
+    }  # fmt: skip
+
+    status, report, said = setup(capfd, *options)  # nothing is done again
+    assert (status, report["seconds"]) == (0, {})
+    assert all(step["is_done"] for step in report["steps"])
+
+    digest = file_digest(made)
+    assert main(["setup", "model.gguf", *options[:-1], "--improve"]) == 0
+    assert file_digest(made) == digest  # datastore and packed weights still fit
+    assert {*read_elastic(made).tables} == {"uniform", "searched"}
+    assert 'table = "searched"' in (folder / "llmaas.toml").read_text()
+    status, report, _ = setup(capfd, *options)
+    assert (status, report["seconds"]) == (0, {})
+    assert 'table = "searched"' in (folder / "llmaas.toml").read_text()
+    assert run_app(folder)["models"] == {"loaded": {"model.gguf": str(made)}}
+
+
+def test_a_model_that_cannot_be_prepared_gets_the_rest(folder, capfd):
+    write_family("gpt-oss", folder / "model.gguf")
+    status, report, said = setup(capfd)
+    assert status == 0
+    assert "elastic and deadlines are left out:" in said
+    assert [*report["seconds"]] == ["pack"]
+    assert "models." not in (folder / "llmaas.toml").read_text()
+    assert {*run_app(folder)} == {"kv_chunks", "flash_weights"}
+
+
+def test_better_widths_need_a_model_that_is_set_up(folder, reference_model, capsys):
+    shutil.copy(reference_model, folder / "model.gguf")
+    assert main(["setup", "model.gguf", "--improve"]) == 2
+    assert "is not set up: run `llmaas setup" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""The parts of ``llmaas setup`` that open no model: steps, records and the configuration."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.main import main
+from llmaas_plugins.cli.setup.config_text import Settings, check_ours, config_text, write_config
+from llmaas_plugins.cli.setup.record import Record, folder_of, key_of
+from llmaas_plugins.cli.setup.steps import Job, improving_steps, steps_of
+from llmaas_plugins.config import load_config
+from llmaas_plugins.reference_model import reference_model_path
+
+
+@pytest.fixture
+def settings(tmp_path):
+    model, made = tmp_path / 'my "model".gguf', tmp_path / "made.gguf"
+    return Settings(model, "0" * 64, made, "1" * 64, "uniform", True, True, "60%")
+
+
+def names(job):
+    return [step.name for step in steps_of(job)]
+
+
+def test_steps_come_in_the_order_in_which_they_need_each_other(tmp_path):
+    job = Job(reference_model_path(), (tmp_path / "chats.json",))
+    assert names(job) == ["prepare", "pack", "profile", "learn", "datastore"]
+    made = str(job.model.with_suffix(".elastic.gguf"))
+    assert all(made in step.arguments for step in steps_of(job))
+    assert names(replace(job, chats=())) == ["prepare", "pack", "profile", "learn"]
+    assert names(replace(job, skipped=frozenset({"pack", "learn"}))) == [
+        "prepare", "profile", "datastore",
+    ]  # fmt: skip
+
+
+def test_a_model_that_is_not_prepared_has_no_levels(tmp_path):
+    job = Job(reference_model_path(), (tmp_path / "chats.json",), frozenset({"prepare"}))
+    assert job.made == job.model
+    assert names(job) == ["pack", "datastore"]
+    assert all(str(job.model) in step.arguments for step in steps_of(job))
+
+
+def test_what_follows_names_the_searched_widths():
+    search, *others = improving_steps(Job(reference_model_path()))
+    assert "--no-search" not in search.arguments
+    assert all("searched" in step.arguments for step in others)
+
+
+def test_the_configuration_can_be_loaded(settings, tmp_path):
+    path = tmp_path / "llmaas.toml"
+    write_config(path, config_text(settings))
+    config = load_config(path)
+    assert config.enabled() == ["kv_chunks", "elastic", "deadlines", "flash_weights", "knn_lm"]
+    assert config.models[str(settings.model)].file == settings.made
+    assert config.plugins["flash_weights"].values == {"memory_budget": "60%"}
+    assert config.plugins["elastic"].values == {"table": "uniform"}
+
+
+def test_only_what_was_made_is_configured(settings):
+    bare = replace(
+        settings, made=settings.model, table=None, is_packed=False, has_chats=False, memory=None
+    )
+    found = tomllib.loads(config_text(bare))
+    assert list(found) == ["plugins"]
+    assert list(found["plugins"]) == ["kv_chunks"]
+    packed = tomllib.loads(config_text(replace(bare, is_packed=True)))
+    assert packed["plugins"]["flash_weights"] == {}
+
+
+def test_a_configuration_that_was_changed_is_kept(settings, tmp_path):
+    path = tmp_path / "llmaas.toml"
+    check_ours(path)
+    write_config(path, config_text(settings))
+    write_config(path, config_text(replace(settings, table="searched")))
+    text = path.read_text()
+    assert 'table = "searched"' in text
+    for other in (text.replace("256 MiB", "1 GiB"), "[plugins.kv_chunks]\n", "", text + "\n"):
+        path.write_text(other)
+        with pytest.raises(ConfigError, match="`-o FILE` writes the configuration elsewhere"):
+            write_config(path, config_text(settings))
+        assert path.read_text() == other
+
+
+def test_a_step_is_done_until_its_input_or_its_result_changes(tmp_path):
+    result = tmp_path / "result"
+    result.touch()
+    key = key_of(["a", "b"], ["c"])
+    assert key != key_of(["a"], ["b", "d"])
+    Record(tmp_path).keep("one", key, str(result))
+    Record(tmp_path).keep("two", key, None)
+    found = Record(tmp_path)
+    assert found.has("one", key)
+    assert found.has("two", key)
+    assert not found.has("one", "other")
+    assert not found.has("three", key)
+    result.unlink()
+    assert not Record(tmp_path).has("one", key)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "done": {}}', "\0"])
+def test_a_damaged_record_counts_as_none(tmp_path, content):
+    (tmp_path / "record.json").write_text(content)
+    record = Record(tmp_path)
+    assert not record.has("one", "key")
+    record.keep("one", "key", None)
+    assert Record(tmp_path).has("one", "key")
+
+
+def test_records_are_kept_by_the_model(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder_of("a" * 64).is_relative_to(tmp_path)
+    assert folder_of("a" * 64) != folder_of("b" * 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["missing.gguf"], "found no file missing.gguf"),
+        ([str(reference_model_path()), "--chats", "none.json"], "cannot read none.json"),
+        ([str(reference_model_path()), "-o", "none/llmaas.toml"], "found no folder"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_done(
+    options, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["setup", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_size_of_memory_is_checked(capsys):
+    with pytest.raises(SystemExit):
+        main(["setup", "model.gguf", "--memory", "much"])
+    assert "expected a size such as 3 GiB, or a share such as 60%" in capsys.readouterr().err
+
+
+def test_a_configuration_of_somebody_else_is_refused_at_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llmaas.toml").write_text("[plugins.kv_chunks]\n")
+    assert main(["setup", str(reference_model_path())]) == 2
+    assert "was not written by `llmaas setup`" in capsys.readouterr().err
