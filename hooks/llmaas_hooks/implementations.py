@@ -101,6 +101,11 @@ def _check_restored(result: Any, arguments: Mapping[str, Any]) -> None:
         raise TypeError(f"returned {result}, expected n_loaded <= n_tokens <= {n_prompt}")
 
 
+def _check_path(result: Any, _: Mapping[str, Any]) -> None:
+    if result is not None and not (isinstance(result, str) and result):
+        raise _wrong(result, "a path as str, or None")
+
+
 def _check_turn(result: Any, _: Mapping[str, Any]) -> None:
     if result is not None and not (isinstance(result, int) and result >= 1):
         raise _wrong(result, "a number of tokens, at least 1, or None")
@@ -151,6 +156,7 @@ def _wrong(result: object, expected: str) -> TypeError:
 
 
 _CHECKS: Mapping[str, Check] = {
+    "llmaas_model_path": _check_path,
     "llmaas_kv_restore": _check_restored,
     "llmaas_kv_evict": _check_freed,
     "llmaas_turn": _check_turn,

@@ -74,12 +74,12 @@ class Turns:
 
 
 @contextlib.contextmanager
-def opened(model, tmp_path, settings=None, turns=None, extra=None, **plugins):
+def opened(model, tmp_path, settings=None, turns=None, *, extra=None, on_error="raise", **plugins):
     """Open an engine with kv_chunks and other plugins; yield the interrupter."""
     turns = turns or Turns()
     turns.extra = extra
     table = {"store": str(tmp_path / "kv"), "codec": "lossless"} | (settings or {})
-    config = {"on_error": "raise", "plugins": {"kv_chunks": table} | plugins}
+    config = {"on_error": on_error, "plugins": {"kv_chunks": table} | plugins}
     with (
         activate(config, {"turns": turns} | ({"extra": extra} if extra else {})),
         contextlib.closing(Llama(str(model), n_ctx=512, verbose=False, n_threads=1)) as llama,

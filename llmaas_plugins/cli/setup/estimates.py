@@ -18,7 +18,7 @@ _PROFILED = 10_000
 """Prompt tokens that are timed at each level: nine lengths, three times, with two thread counts."""
 _TIMED = 500
 """Tokens after a prompt that are timed at each level, one by one."""
-_ALONE = 4
+_ALONE = 12
 """Time of a token that is evaluated alone, relative to one of a prompt."""
 _COMPARED = 750
 """Tokens of all levels together that comparing the answers to a prompt evaluates."""

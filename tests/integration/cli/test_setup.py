@@ -1,4 +1,4 @@
-"""``llmaas setup`` on the packaged model, and an unchanged app with what it made."""
+"""``llmaas setup`` on small models, and an unchanged app with what it made."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def run_app(folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_from_a_model_to_an_app_with_all_plugins(folder, reference_model, capfd):
-    shutil.copy(reference_model, folder / "model.gguf")
+def test_from_a_model_to_an_app_with_all_plugins(folder, capfd):
+    write_family("llama", folder / "model.gguf")
     options = "--chats", str(packaged_chats()[0]), "--memory", "60%", "--no-improve"
     status, report, said = setup(capfd, *options, "--dry-run")
     assert status == 0
@@ -75,7 +75,6 @@ def test_from_a_model_to_an_app_with_all_plugins(folder, reference_model, capfd)
     made = folder / "model.elastic.gguf"
     assert plugins["models"] == {"loaded": {"model.gguf": str(made)}}
     assert plugins["elastic"]["models"]
-    assert plugins["knn_lm"]["engines"] if "engines" in plugins["knn_lm"] else plugins["knn_lm"]
     assert {*plugins} == {
         "kv_chunks", "elastic", "deadlines", "flash_weights", "knn_lm", "models",
     }  # fmt: skip
@@ -97,7 +96,7 @@ def test_from_a_model_to_an_app_with_all_plugins(folder, reference_model, capfd)
 
 def test_a_model_that_cannot_be_prepared_gets_the_rest(folder, capfd):
     write_family("gpt-oss", folder / "model.gguf")
-    status, report, said = setup(capfd)
+    status, report, said = setup(capfd)  # nothing goes on in the background
     assert status == 0
     assert "elastic and deadlines are left out:" in said
     assert [*report["seconds"]] == ["pack"]

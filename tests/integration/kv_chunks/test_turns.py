@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from forking import in_child
 from interrupted import N_PIECE, Turns, check_interruptions, opened
 from llama_cpp import StoppingCriteriaList
 from preparing import prepare
 from switching import PROMPT
 
-from llmaas_hooks import Levels, hookimpl
+from llmaas_hooks import Levels, PluginError, hookimpl
 from llmaas_plugins import elastic, without
 from llmaas_plugins.activation import active_suite
 
@@ -84,6 +85,41 @@ def test_an_answer_may_go_on_at_another_level(reference_model, tmp_path):
     assert chooser.asked == (3,)  # not while the prompt is evaluated
     assert "0.5" not in before
     assert after["0.5"] == n_further - 2
+
+
+@pytest.mark.parametrize("on_error", ["log", "raise"])
+def test_an_answer_whose_level_cannot_be_chosen_again(reference_model, tmp_path, on_error):
+    """It goes on at its level, or the app gets the error; the next one has the engine."""
+
+    class Failing(Chooser):
+        def choose(self, about):
+            raise ValueError("no level")
+
+    model = prepare(reference_model, tmp_path / "model.gguf", tables=("uniform",))
+    chooser, n_parts = Failing("at_resume"), -(-len(PROMPT) // N_PIECE)
+    with opened(model, tmp_path, extra=chooser, on_error=on_error, elastic={}) as turns:
+        expected = turns.answer()
+        if on_error == "log":
+            assert turns.answer([n_parts + 2]) == expected
+            assert "no level" in str(active_suite().status()["errors"]["elastic"])
+        else:
+            with pytest.raises(PluginError, match="llmaas_request_resume"):
+                turns.answer([n_parts + 2])
+        assert turns.answer() == expected
+
+
+def test_a_fork_while_a_request_is_away_changes_nothing(reference_model, tmp_path):
+    class Forking(Turns):
+        codes = ()
+
+        def ask_other(self):
+            super().ask_other()
+            self.codes += (in_child(lambda: active_suite().deactivate()),)
+
+    with opened(reference_model, tmp_path, turns=Forking()) as turns:
+        expected = turns.answer()
+        assert turns.answer([2, 8]) == expected
+        assert turns.codes == (0, 0)
 
 
 def test_requests_with_an_apps_own_state_keep_the_engine(reference_model, tmp_path):

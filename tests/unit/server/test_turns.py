@@ -240,6 +240,23 @@ def test_room_is_left_for_those_behind(admit):
     run(story)
 
 
+def test_room_is_left_for_an_interrupted_call(admit):
+    async def story():
+        admission = admit()
+        running = admission.enter("mail", Promise(Limit(1.5)))
+        async with anyio.create_task_group() as group:
+            assert await take_turn(admission, 900) == 512
+            tight = admission.enter("keyboard", SOON)
+            group.start_soon(take_turn, admission, 400)
+            await until(lambda: admission.running is tight)
+            room = admission.begun(tight).room_s
+            assert 0 < room < 1.5 - FIRST_S / 2
+            admission.leave(tight)
+            await until(lambda: admission.running is running)
+
+    run(story)
+
+
 def test_shares_stand_for_the_time_of_the_app_s_last_call(admit):
     async def story():
         admission = admit()

@@ -9,4 +9,6 @@ from llmaas_eval.tables import Maker
 
 __all__ = ["TABLES"]
 
-TABLES: Mapping[str, Maker] = {"deadlines-loaded": report.TABLES["deadlines-loaded"]}
+TABLES: Mapping[str, Maker] = {
+    name: report.TABLES[name] for name in ("deadlines-loaded", "deadlines-rates")
+}
