@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmaas_hooks import StoreError, hookimpl
 from llmaas_plugins.model.digest import file_digest
 
-__all__ = ["MadeFile", "MadeFiles"]
+__all__ = ["MadeFile", "MadeFiles", "problem_of"]
 
 _DIGEST = "^[0-9a-f]{64}$"
 
@@ -47,14 +47,14 @@ class MadeFiles:
         made = self._made.get(_place(Path(path)))
         if made is None:
             return None
-        file = made.file.expanduser()
-        problem = _changed(Path(path), made.digest) or _changed(file, made.file_digest)
+        problem = problem_of(Path(path), made)
         if problem is not None:
             _log.warning(
                 "%s is loaded as it is, because %s. `llmaas setup %s` prepares it again.",
                 path, problem, path,
             )  # fmt: skip
             return None
+        file = made.file.expanduser()
         _log.info("%s is loaded in place of %s", file, path)
         self._loaded[path] = str(file)
         return str(file)
@@ -63,6 +63,14 @@ class MadeFiles:
     def llmaas_status(self) -> dict[str, Any]:
         """Report which files were loaded in place of models."""
         return {"loaded": dict(self._loaded)}
+
+
+def problem_of(model: Path, made: MadeFile) -> str | None:
+    """Return why a file cannot be loaded in place of a model; None if it can."""
+    return _changed(model, made.digest) or _changed(made.file.expanduser(), made.file_digest)
+
+
+# -- inside --------------------------------------------------------------------------------------
 
 
 def _place(path: Path) -> Path:

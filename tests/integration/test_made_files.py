@@ -10,6 +10,7 @@ from llama_cpp import Llama
 from llmaas_eval.families import write_family, write_lora
 from llmaas_hooks import ConfigError, hookimpl
 from llmaas_plugins import activate
+from llmaas_plugins.cli.doctor.diagnosis import diagnose
 from llmaas_plugins.config import load_config
 from llmaas_plugins.model.digest import file_digest
 
@@ -108,3 +109,19 @@ def test_a_wrong_entry_is_refused(change, message):
     entry = {"file": "made.gguf", "digest": "0" * 64, "file_digest": "1" * 64}
     with pytest.raises(ConfigError, match=message):
         load_config({"models": {"m.gguf": entry | change}})
+
+
+def test_doctor_checks_the_table(files):
+    model, made = files
+    entry = table(model, made)["models"][str(model)]
+    config = model.parent / "llmaas.toml"
+    lines = "".join(f'{key} = "{value}"\n' for key, value in entry.items())
+    config.write_text(f'[models."{model}"]\n{lines}')
+
+    def finding():
+        return next(one for one in diagnose(str(config)) if one.name == f"models.{model}")
+
+    assert (finding().value, finding().problem) == (str(made), None)
+    made.unlink()
+    assert finding().problem == f"there is no file {made}"
+    assert f"`llmaas setup {model}`" in finding().next_step

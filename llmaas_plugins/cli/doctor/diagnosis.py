@@ -16,6 +16,7 @@ from llmaas_plugins.cli.doctor.findings import Finding
 from llmaas_plugins.cli.doctor.resources import resource_findings
 from llmaas_plugins.config import Config, load_config, validated
 from llmaas_plugins.machine import memory_limit_bytes, room
+from llmaas_plugins.model.made_files import problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +47,8 @@ def diagnose(config_file: str | None = None, model: Path | None = None) -> list[
         step = "correct the file or the variable that the message names"
         return [*findings, Finding("configuration", "llmaas.toml", None, None, str(error), step)]
     settings = _settings(config)
-    findings += [*settings, *_directories(settings), _memory(), *resource_findings(config)]
+    findings += [*settings, *_models(config), *_directories(settings), _memory()]
+    findings += resource_findings(config)
     if model is not None:
         from llmaas_plugins.cli.doctor.trial import model_findings
 
@@ -135,6 +137,21 @@ def _settings(config: Config) -> list[Finding]:
         else:
             findings.append(Finding("configuration", f"plugins.{name}", "off"))
     return findings
+
+
+def _models(config: Config) -> list[Finding]:
+    """Check the files that are loaded in place of models."""
+    return [
+        Finding(
+            "configuration",
+            f"models.{model}",
+            str(made.file),
+            None if config.file is None else config.file.name,
+            problem := problem_of(Path(model), made),
+            None if problem is None else f"`llmaas setup {model}` makes the file again",
+        )
+        for model, made in config.models.items()
+    ]
 
 
 def _plugin_settings(name: str, config: Config) -> list[Finding]:
