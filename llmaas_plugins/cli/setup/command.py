@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,13 @@ def _job(args: argparse.Namespace) -> Job:
         raise ConfigError(f"found no file {args.model}; expected a model in GGUF.")
     for chat in args.chats:
         content_of(chat)  # an unreadable export is refused before anything takes minutes
+    from llmaas_plugins.elastic.metadata import read_elastic
+
     chats = tuple(chat.absolute() for chat in args.chats)
-    return Job(args.model.absolute(), chats, frozenset(args.skip))
+    elastic = read_elastic(args.model)
+    tables = () if elastic is None else elastic.tables
+    table = next((name for name in ("searched", "uniform") if name in tables), None)
+    return Job(args.model.absolute(), chats, frozenset(args.skip), table)
 
 
 def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
@@ -110,8 +116,9 @@ def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
     estimates = estimates_of(job)
     if estimates.problem is not None:
         _say(f"elastic and deadlines are left out: {estimates.problem}")
-        job = Job(job.model, job.chats, job.skipped | {"prepare"})
+        job = replace(job, skipped=job.skipped | {"prepare"})
     run = Run(job, path, args.memory, _say)
+    run.check_made()
     for line in _announced(run, estimates):
         _say(line)
     report: dict[str, Any] = {
@@ -134,7 +141,7 @@ def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
     check_room("setup", estimates.disk_bytes, job.made)
     report["seconds"] = run.all()
     status, report["doctor"] = _doctor(args, job, path)
-    if not args.no_improve and "prepare" not in job.skipped:
+    if not args.no_improve and job.is_prepared_here:
         report["improving"] = begin_improving(run, args)
     print_report(args, report, _then(args, report, estimates))
     return status

@@ -44,7 +44,7 @@ class Estimates(NamedTuple):
 def estimates_of(job: Job) -> Estimates:
     """Probe a model in another process, which takes seconds, and estimate each step."""
     n_bytes = job.model.stat().st_size
-    if "prepare" in job.skipped:
+    if not job.is_prepared_here:
         return Estimates({}, n_bytes)
     arguments = ("elastic", "prepare", str(job.model), "-o", str(job.made))
     done = completed([*arguments, "--json", "--dry-run"], shows_errors=False)

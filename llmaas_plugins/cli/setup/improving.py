@@ -41,7 +41,7 @@ def improve(run: Run) -> None:
         StoreError: A file cannot be written, or another run is at work.
     """
     left = [step.name for step in run.steps if not run.is_done(step)]
-    if left or run.job.made == run.job.model:
+    if left or not run.job.is_prepared_here:
         raise ConfigError(
             f"{run.job.model} is not set up: run `llmaas setup {run.job.model}` first, with the "
             "same options."

@@ -29,19 +29,24 @@ class _File(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1]
+    own: list[str]
     done: dict[str, _Done]
 
 
 class Record:
-    """Steps that were done, in a file. A damaged file counts as none: steps are then done again."""
+    """Steps that were done, and files that belong to this command, kept in a file.
+
+    A damaged record counts as none: steps are then done again.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Read the record in ``folder``, if there is one."""
         self._path = folder / _NAME
         try:
-            self._done = dict(_File.model_validate_json(self._path.read_bytes()).done)
+            found = _File.model_validate_json(self._path.read_bytes())
         except (OSError, ValidationError):
-            self._done = {}
+            found = _File(version=1, own=[], done={})
+        self._own, self._done = list(found.own), dict(found.done)
 
     def has(self, step: str, key: str) -> bool:
         """Return whether a step was done with the same input, and its result is still there."""
@@ -57,7 +62,25 @@ class Record:
             StoreError: The record cannot be written.
         """
         self._done[step] = _Done(key=key, result=result)
-        write_bytes(self._path, _File(version=1, done=self._done).model_dump_json().encode())
+        self._write()
+
+    def owns(self, path: Path) -> bool:
+        """Return whether a file is this command's, which it may overwrite."""
+        return str(path) in self._own
+
+    def own(self, path: Path) -> None:
+        """Record that a file will be this command's, before it is written.
+
+        Raises:
+            StoreError: The record cannot be written.
+        """
+        if not self.owns(path):
+            self._own.append(str(path))
+            self._write()
+
+    def _write(self) -> None:
+        content = _File(version=1, own=self._own, done=self._done)
+        write_bytes(self._path, content.model_dump_json().encode())
 
 
 def folder_of(digest: str) -> Path:

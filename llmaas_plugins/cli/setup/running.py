@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.progress_folder import progress_folder
 from llmaas_plugins.cli.setup.config_text import Settings, config_text, write_config
 from llmaas_plugins.cli.setup.record import Record, folder_of
@@ -41,6 +42,20 @@ class Run:
         self.folder = folder_of(self._digest)
         self._record = Record(self.folder)
 
+    def check_made(self) -> None:
+        """Refuse to overwrite a prepared file that somebody else made.
+
+        Raises:
+            ConfigError: There is such a file.
+        """
+        made = self.job.made
+        if made == self.job.model or not made.exists() or self._record.owns(made):
+            return
+        raise ConfigError(
+            f"{made} exists, and `llmaas setup` did not make it. `llmaas setup {made}` uses it; or "
+            "remove it to make it anew."
+        )
+
     def is_done(self, step: Step) -> bool:
         """Return whether an earlier run did a step with the files as they are now."""
         if not all(path.exists() for path in step.inputs):
@@ -58,8 +73,9 @@ class Run:
             StoreError: A file cannot be written, or another run is at work.
         """
         with self.locked():
+            self._record.own(self.job.made)
             seconds = self.do(self.steps)
-            self.write("searched" if self.is_improved() else "uniform")
+            self.write("searched" if self.is_improved() else self.job.table or "uniform")
         return seconds
 
     def do(self, steps: Sequence[Step]) -> dict[str, float]:
@@ -77,9 +93,8 @@ class Run:
 
     def is_improved(self) -> bool:
         """Return whether better widths were found, timed and compared."""
-        return self.job.made != self.job.model and all(
-            self.is_done(step) for step in improving_steps(self.job)
-        )
+        steps = improving_steps(self.job)
+        return self.job.is_prepared_here and all(self.is_done(step) for step in steps)
 
     def write(self, table: str) -> None:
         """Write the configuration with a table of widths.
@@ -89,13 +104,13 @@ class Run:
             StoreError: The file cannot be written.
         """
         job, names = self.job, {step.name for step in self.steps}
-        is_prepared = job.made != job.model
+        has_levels = job.is_prepared_here or job.table is not None
         settings = Settings(
             model=job.model,
             digest=self._digest,
             made=job.made,
             made_digest=file_digest(job.made),
-            table=table if is_prepared else None,
+            table=table if has_levels else None,
             is_packed="pack" in names,
             has_chats="datastore" in names,
             memory=self._memory,

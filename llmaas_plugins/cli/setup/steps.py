@@ -46,17 +46,23 @@ class Job:
         model: Path of the model.
         chats: Chat exports for the datastore; without any, there is none.
         skipped: Names of steps to leave out.
+        table: Widths of a model that is prepared already; None for another model.
     """
 
     model: Path
     chats: tuple[Path, ...] = ()
     skipped: frozenset[str] = frozenset()
+    table: str | None = None
+
+    @property
+    def is_prepared_here(self) -> bool:
+        """Whether a step prepares the model."""
+        return self.table is None and "prepare" not in self.skipped
 
     @property
     def made(self) -> Path:
-        """File that apps load in place of the model; the model itself if it is not prepared."""
-        is_prepared = "prepare" not in self.skipped
-        return self.model.with_suffix(".elastic.gguf") if is_prepared else self.model
+        """File that apps load in place of the model; the model itself if it stays as it is."""
+        return self.model.with_suffix(".elastic.gguf") if self.is_prepared_here else self.model
 
 
 class Step(NamedTuple):
@@ -82,6 +88,7 @@ class Step(NamedTuple):
 def steps_of(job: Job) -> list[Step]:
     """Return the steps of a job, in the order in which one needs what the others made."""
     model, made, chats = str(job.model), str(job.made), tuple(map(str, job.chats))
+    table = ("--table", job.table or "uniform")
     known = {
         "prepare": Step(
             "prepare",
@@ -98,14 +105,13 @@ def steps_of(job: Job) -> list[Step]:
         "profile": Step(
             "profile",
             "measure how long each level takes",
-            ("elastic", "profile", made, "--table", "uniform", *_lengths(job.model), "--json"),
+            ("elastic", "profile", made, *table, *_lengths(job.model), "--json"),
             (job.made,),
         ),
         "learn": Step(
             "learn",
             "measure how often each level answers as the whole model",
-            ("deadlines", "learn", made, "--table", "uniform", "--requests", str(N_REQUESTS),
-             "--json"),
+            ("deadlines", "learn", made, *table, "--requests", str(N_REQUESTS), "--json"),
             (job.made,),
         ),
         "datastore": Step(
@@ -115,8 +121,9 @@ def steps_of(job: Job) -> list[Step]:
             (job.made, *job.chats),
         ),
     }  # fmt: skip
-    left_out = set(job.skipped) | ({"profile", "learn"} if job.made == job.model else set())
-    left_out |= set() if job.chats else {"datastore"}
+    left_out = set(job.skipped) | (set() if job.chats else {"datastore"})
+    left_out |= set() if job.is_prepared_here else {"prepare"}
+    left_out |= set() if job.is_prepared_here or job.table else {"profile", "learn"}
     return [known[name] for name in STEPS if name not in left_out]
 
 

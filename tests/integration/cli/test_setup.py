@@ -104,6 +104,22 @@ def test_a_model_that_cannot_be_prepared_gets_the_rest(folder, capfd):
     assert {*run_app(folder)} == {"kv_chunks", "flash_weights"}
 
 
+def test_a_prepared_file_of_the_user_is_kept_and_used(folder, capfd):
+    model = write_family("llama", folder / "model.gguf")
+    made = folder / "model.elastic.gguf"
+    assert main(["elastic", "prepare", str(model), "--no-search"]) == 0
+    content = made.read_bytes()
+    status, _, said = setup(capfd)
+    assert status == 2
+    assert f"`llmaas setup {made}` uses it" in said
+    assert made.read_bytes() == content
+    assert main(["setup", str(made), "--skip", "learn", "pack"]) == 0
+    text = (folder / "llmaas.toml").read_text()
+    assert 'table = "uniform"' in text
+    assert "[models" not in text
+    assert made.read_bytes() == content
+
+
 def test_better_widths_need_a_model_that_is_set_up(folder, reference_model, capsys):
     shutil.copy(reference_model, folder / "model.gguf")
     assert main(["setup", "model.gguf", "--improve"]) == 2

@@ -44,6 +44,13 @@ def test_a_model_that_is_not_prepared_has_no_levels(tmp_path):
     assert all(str(job.model) in step.arguments for step in steps_of(job))
 
 
+def test_a_prepared_model_is_used_as_it_is(tmp_path):
+    job = Job(reference_model_path(), table="searched")
+    assert job.made == job.model
+    assert names(job) == ["pack", "profile", "learn"]
+    assert all("searched" in step.arguments for step in steps_of(job)[1:])
+
+
 def test_what_follows_names_the_searched_widths():
     search, *others = improving_steps(Job(reference_model_path()))
     assert "--no-search" not in search.arguments
@@ -101,7 +108,14 @@ def test_a_step_is_done_until_its_input_or_its_result_changes(tmp_path):
     assert not Record(tmp_path).has("one", key)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "done": {}}', "\0"])
+def test_files_of_the_command_are_known(tmp_path):
+    Record(tmp_path).own(tmp_path / "made.gguf")
+    Record(tmp_path).keep("one", "key", None)
+    assert Record(tmp_path).owns(tmp_path / "made.gguf")
+    assert not Record(tmp_path).owns(tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "own": [], "done": {}}', "\0"])
 def test_a_damaged_record_counts_as_none(tmp_path, content):
     (tmp_path / "record.json").write_text(content)
     record = Record(tmp_path)
