@@ -113,12 +113,13 @@ def _job(args: argparse.Namespace) -> Job:
 
 def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
     _say(_about(job))
+    run = Run(job, path, args.memory, _say)
+    run.check_made()
     estimates = estimates_of(job)
     if estimates.problem is not None:
         _say(f"elastic and deadlines are left out: {estimates.problem}")
         job = replace(job, skipped=job.skipped | {"prepare"})
-    run = Run(job, path, args.memory, _say)
-    run.check_made()
+        run = Run(job, path, args.memory, _say)
     for line in _announced(run, estimates):
         _say(line)
     report: dict[str, Any] = {
