@@ -20,7 +20,7 @@ from llmaas_plugins.cli.setup.estimates import Estimates, estimates_of
 from llmaas_plugins.cli.setup.improving import begin_improving, improve
 from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.running import Run
-from llmaas_plugins.cli.setup.steps import STEPS, Job
+from llmaas_plugins.cli.setup.steps import STEPS, Job, improving_steps
 from llmaas_plugins.machine import available_bytes, room, usable_processors
 from llmaas_plugins.sizes import memory_bytes
 
@@ -144,7 +144,7 @@ def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
     status, report["doctor"] = _doctor(args, job, path)
     if not args.no_improve and job.is_prepared_here:
         report["improving"] = begin_improving(run, args)
-    print_report(args, report, _then(args, report, estimates))
+    print_report(args, report, _then(args, job, report, estimates))
     return status
 
 
@@ -182,7 +182,9 @@ def _doctor(args: argparse.Namespace, job: Job, path: Path) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)
 
 
-def _then(args: argparse.Namespace, report: dict[str, Any], estimates: Estimates) -> Iterator[str]:
+def _then(
+    args: argparse.Namespace, job: Job, report: dict[str, Any], estimates: Estimates
+) -> Iterator[str]:
     """Yield what to do next."""
     yield ""
     config = "" if args.output == Path(_CONFIG) else f" --config {args.output}"
@@ -190,8 +192,7 @@ def _then(args: argparse.Namespace, report: dict[str, Any], estimates: Estimates
     yield f"    llmaas run{config} app.py"
     yield f"    llmaas serve{config} --model {args.model}"
     if (improving := report.get("improving")) is not None:
-        names = ("search", "profile searched", "learn searched")
-        seconds = sum(estimates.seconds.get(name, 0) for name in names)
+        seconds = sum(estimates.seconds.get(step.name, 0) for step in improving_steps(job))
         yield (
             f"Better widths are searched in the background, for about {duration_text(seconds)} "
             f"(process {improving['pid']}; log: {improving['log']})."

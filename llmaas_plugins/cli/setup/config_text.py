@@ -19,7 +19,7 @@ _FIRST = re.compile(r"# Written by `llmaas setup`; sha256 of the lines below: ([
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the file says.
+    """Content of the file.
 
     Attributes:
         model: Path of the model.

@@ -1,4 +1,4 @@
-"""What ``llmaas setup`` has done for a model, kept so that it is not done again."""
+"""Record of what ``llmaas setup`` has done for a model, so that it is not done again."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Run:
     """A run for one model.
 
     Attributes:
-        job: What to set up.
+        job: The model to set up, and how.
         config: Path of the configuration.
         steps: Steps of the job.
         folder: Folder of the record and of the log.

@@ -40,7 +40,7 @@ _LENGTHS = (32, 64, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to set up.
+    """A model to set up, and how.
 
     Attributes:
         model: Path of the model.
@@ -70,7 +70,7 @@ class Step(NamedTuple):
 
     Attributes:
         name: Name, for ``--skip``.
-        what: What it does.
+        what: Its work, in words.
         arguments: Arguments of ``llmaas``.
         inputs: Files that it reads.
     """
@@ -129,16 +129,28 @@ def steps_of(job: Job) -> list[Step]:
 
 def improving_steps(job: Job) -> list[Step]:
     """Return the steps that find better widths; none of them changes the file's weights."""
-    model, made = str(job.model), str(job.made)
-    profile = ("elastic", "profile", made, "--table", "searched", *_lengths(job.model), "--json")
-    learn = ("deadlines", "learn", made, "--table", "searched", "--json")
-    return [
-        Step("search", "search widths by their effect on predictions",
-             ("elastic", "prepare", model, "-o", made, "--json"), (job.model,)),
-        Step("profile searched", "measure how long each level takes", profile, (job.made,)),
-        Step("learn searched", "measure how often each level answers as the whole model", learn,
-             (job.made,)),
-    ]  # fmt: skip
+    model, made, table = str(job.model), str(job.made), ("--table", "searched")
+    known = {
+        "prepare": Step(
+            "search",
+            "search widths by their effect on predictions",
+            ("elastic", "prepare", model, "-o", made, "--json"),
+            (job.model,),
+        ),
+        "profile": Step(
+            "profile searched",
+            "measure how long each level takes",
+            ("elastic", "profile", made, *table, *_lengths(job.model), "--json"),
+            (job.made,),
+        ),
+        "learn": Step(
+            "learn searched",
+            "measure how often each level answers as the whole model",
+            ("deadlines", "learn", made, *table, "--json"),
+            (job.made,),
+        ),
+    }
+    return [step for name, step in known.items() if name not in job.skipped]
 
 
 def digests_of(step: Step, job: Job) -> list[str]:

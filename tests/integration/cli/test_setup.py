@@ -84,11 +84,11 @@ def test_from_a_model_to_an_app_with_all_plugins(folder, capfd):
     assert all(step["is_done"] for step in report["steps"])
 
     digest = file_digest(made)
-    assert main(["setup", "model.gguf", *options[:-1], "--improve"]) == 0
+    assert main(["setup", "model.gguf", *options[:-1], "--improve", "--skip", "learn"]) == 0
     assert file_digest(made) == digest  # datastore and packed weights still fit
     assert {*read_elastic(made).tables} == {"uniform", "searched"}
     assert 'table = "searched"' in (folder / "llmaas.toml").read_text()
-    status, report, _ = setup(capfd, *options)
+    status, report, _ = setup(capfd, *options, "--skip", "learn")
     assert (status, report["seconds"]) == (0, {})
     assert 'table = "searched"' in (folder / "llmaas.toml").read_text()
     assert run_app(folder)["models"] == {"loaded": {"model.gguf": str(made)}}
@@ -113,7 +113,7 @@ def test_a_prepared_file_of_the_user_is_kept_and_used(folder, capfd):
     assert status == 2
     assert f"`llmaas setup {made}` uses it" in said
     assert made.read_bytes() == content
-    assert main(["setup", str(made), "--skip", "learn", "pack"]) == 0
+    assert main(["setup", str(made), "--skip", "learn", "pack", "profile"]) == 0
     text = (folder / "llmaas.toml").read_text()
     assert 'table = "uniform"' in text
     assert "[models" not in text

@@ -52,7 +52,9 @@ def test_a_prepared_model_is_used_as_it_is(tmp_path):
 
 
 def test_what_follows_names_the_searched_widths():
-    search, *others = improving_steps(Job(reference_model_path()))
+    job = Job(reference_model_path())
+    search, *others = improving_steps(job)
+    assert improving_steps(replace(job, skipped=frozenset({"learn"}))) == [search, others[0]]
     assert "--no-search" not in search.arguments
     assert all("searched" in step.arguments for step in others)
 
