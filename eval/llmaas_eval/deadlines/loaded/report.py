@@ -111,7 +111,7 @@ def _rates(outputs: Sequence[Output]) -> Table:
             SYSTEMS[system].label,
             kind,
             number(alpha, 2),
-            *(percent(found[rate]) if rate in found else "" for rate in rates),
+            *(percent(found[rate], 1) if rate in found else "" for rate in rates),
         ]
         for (system, kind, alpha), found in met.items()
     ]
