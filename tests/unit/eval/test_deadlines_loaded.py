@@ -298,7 +298,7 @@ def test_kept_promises_are_shown_by_app_and_by_rate():
     assert alone[3] == "2.00"
     table = report.TABLES["deadlines-rates"]([{"rows": ROWS}])
     assert table.columns[3:] == ["1.00/s", "2.00/s"]
-    assert sorted(line[3:] for line in table.rows) == [["50 %", ""], ["83 %", "0 %"]]
+    assert sorted(line[3:] for line in table.rows) == [["50.0 %", ""], ["83.3 %", "0.0 %"]]
 
 
 def test_quality_is_paired_and_mixes_are_pooled():
@@ -317,9 +317,10 @@ def test_the_report_says_that_times_and_quality_are_of_different_models():
     half = {"row": "half", "kind": "warm", "alpha": 0.0, "rate": 1.0}
     said = report.report({"rows": [*ROWS, half]})
     assert "fifo-constant meets half of warm requests with alpha 0 at 1.00 requests/s." in said
-    assert "PFS is left out" in said
+    assert "(PFS) are left out; `--scratch` adds them" in said
     assert "XiaoAi: ARC-Challenge, as SCIQ is not at hand" in said
-    alone = report.report({"rows": ROWS, "settings": {"data": False}})
+    alone = report.report({"rows": ROWS, "settings": {"data": False, "scratch": True}})
+    assert "(PFS)" not in alone
     assert "the questions are packaged text" in alone
     assert "quality and times come from different models" in said
     assert all(f"{name}:" in said for name in report.TABLES)

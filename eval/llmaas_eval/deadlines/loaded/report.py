@@ -38,7 +38,7 @@ _Row = Mapping[str, Any]
 
 def report(document: Output) -> str:
     """Return all tables that the output has rows for, and how to read them."""
-    rows = document["rows"]
+    rows, settings = document["rows"], document.get("settings", {})
     halves = [
         f"{HALF_OF} meets half of {row['kind']} requests with alpha {row['alpha']:g} at "
         f"{number(row['rate'])} requests/s."
@@ -46,12 +46,12 @@ def report(document: Output) -> str:
         if row["row"] == "half" and row["rate"] is not None
     ]
     sets = "; ".join(f"{app}: {name}" for app, name in SETS.items())
-    if not document.get("settings", {}).get("data", True):
+    if not settings.get("data", True):
         sets = "none; the questions are packaged text, whose values do not affect times"
     parts = [as_markdown(TABLES, [document]), *halves, NOTE]
     if any(row["row"] == "quality" for row in rows):
         parts += [f"{name} is left out: {why}." for name, why in LEFT_OUT.items()]
-        parts += [] if document["settings"].get("scratch") else [NO_SCRATCH]
+        parts += [] if settings.get("scratch") else [NO_SCRATCH]
         parts.append(f"The tuned model answers {', '.join(sorted({*TASK_OF.values()}))} questions.")
     return "\n\n".join([*parts, f"Sets: {sets}."])
 
