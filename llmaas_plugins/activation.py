@@ -71,7 +71,7 @@ class Suite:
         try:
             for name in self.config.enabled():
                 self.hooks.register(name, make_plugin(name, self.config))
-            if self.config.models:
+            if self.config.models and self.config.enabled():  # with nothing on, vanilla
                 self.hooks.register("models", MadeFiles(self.config.models))
             for name, listener in self._listeners.items():
                 self.hooks.register(name, listener)

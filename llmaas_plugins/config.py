@@ -195,8 +195,18 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
     return Config(file.on_error, plugins, service, models, origins, path, is_none_meant, unknown)
 
 
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+def _absolute(model: str) -> str:
+    """Return the absolute path of a model.
+
+    Raises:
+        ConfigError: The path contains NUL, or is in the home of an unknown user.
+    """
+    if "\0" in model:
+        raise ConfigError(f"models: expected a path without NUL, found {model!r}")
+    try:
+        return str(Path(model).expanduser().absolute())
+    except RuntimeError as error:
+        raise ConfigError(f"models: {model} is in the home of no user") from error
 
 
 def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseModel:

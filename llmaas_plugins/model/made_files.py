@@ -74,7 +74,7 @@ def problem_of(model: Path, made: MadeFile) -> str | None:
 
 
 def _place(path: Path) -> Path:
-    return path.expanduser().resolve()
+    return path.resolve()
 
 
 def _changed(path: Path, digest: str) -> str | None:

@@ -24,7 +24,7 @@ def files(tmp_path):
 
 def table(model, made):
     entry = {"file": str(made), "digest": file_digest(model), "file_digest": file_digest(made)}
-    return {"plugins": {}, "on_error": "raise", "models": {str(model): entry}}
+    return {"plugins": {"deadlines": {}}, "on_error": "raise", "models": {str(model): entry}}
 
 
 def opened(path, **settings):

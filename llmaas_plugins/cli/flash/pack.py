@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.operands import Operand
     from llmaas_plugins.flash_weights.shares import Shares
 
-__all__ = ["add_pack", "tensors_of"]
+__all__ = ["add_pack", "is_packed", "tensors_of"]
 
 _N_TOKENS = 2048
 _MOST_GROUP_LAYERS = 64
@@ -80,7 +80,7 @@ def pack(args: argparse.Namespace) -> int:
             raise ConfigError(f"{option} has no effect without --sparse.")
     tensors = tensors_of(args.model)
     with stoppable("repeat the command to write the rest"):
-        if not args.sparse or not _is_packed(args.model, tensors):
+        if not args.sparse or not is_packed(args.model, tensors):
             _pack(args.model, tensors)
         if args.sparse:
             _pack_channels(args, tensors)
@@ -108,6 +108,16 @@ def tensors_of(model: Path) -> Mapping[str, TensorInfo]:
     return tensors
 
 
+def is_packed(model: Path, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Return whether the model has a packed file that can be used on this machine."""
+    from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
+
+    try:
+        return packed_problem(packed_path(model), model, tensors) is None
+    except StoreError:
+        return False
+
+
 # -- internals -----------------------------------------------------------------------------------
 
 
@@ -131,16 +141,6 @@ def _refuse_packed(model: Path) -> None:
                 f"{model} is the {kind.name} of a model, expected the model: name the GGUF file "
                 "beside it."
             )
-
-
-def _is_packed(model: Path, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Return whether the model has a packed file that can be used on this machine."""
-    from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
-
-    try:
-        return packed_problem(packed_path(model), model, tensors) is None
-    except StoreError:
-        return False
 
 
 def _pack(model: Path, tensors: Mapping[str, TensorInfo]) -> None:

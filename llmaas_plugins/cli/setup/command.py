@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import check_room, check_target, content_of
@@ -22,7 +26,7 @@ from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.running import Run
 from llmaas_plugins.cli.setup.steps import STEPS, Job, improving_steps
 from llmaas_plugins.machine import available_bytes, room, usable_processors
-from llmaas_plugins.sizes import memory_bytes
+from llmaas_plugins.model.digest import file_digest
 
 __all__ = ["add_parser"]
 
@@ -86,11 +90,12 @@ def setup(args: argparse.Namespace) -> int:
     job, path = _job(args), args.output.absolute()
     check_target(path, "-o")
     check_ours(path)
-    if args.improve:
-        with stoppable("the same command goes on"):
-            improve(Run(job, path, args.memory, _say))
-        return 0
+    _check_options(args, job)
     with stoppable("the same command goes on"):
+        if args.improve:
+            seconds = improve(Run(job, path, args.memory, _say))
+            print_report(args, {"config": str(path), "seconds": seconds}, ())
+            return 0
         return _set_up(args, job, path)
 
 
@@ -98,40 +103,60 @@ def setup(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    if not args.model.is_file():
-        raise ConfigError(f"found no file {args.model}; expected a model in GGUF.")
-    for chat in args.chats:
-        content_of(chat)  # an unreadable export is refused before anything takes minutes
+    """Return what to set up, with its files checked."""
     from llmaas_plugins.elastic.metadata import read_elastic
 
-    chats = tuple(chat.absolute() for chat in args.chats)
-    elastic = read_elastic(args.model)
+    if not args.model.is_file():
+        raise ConfigError(f"found no file {args.model}; expected a model in GGUF.")
+    model, chats = args.model.absolute(), tuple(chat.absolute() for chat in args.chats)
+    if not str(model).isprintable():  # llmaas.toml could not name it
+        raise ConfigError(f"the path {str(model)!r} has characters without a print. Rename it.")
+    for chat in chats:
+        content_of(chat)  # an unreadable export is refused before anything takes minutes
+    elastic = read_elastic(model)
     tables = () if elastic is None else elastic.tables
     table = next((name for name in ("searched", "uniform") if name in tables), None)
-    return Job(args.model.absolute(), chats, frozenset(args.skip), table)
+    job = Job(model, file_digest(model), chats, frozenset(args.skip), table)
+    if job.is_prepared_here and (problem := _no_levels(model)) is not None:
+        _say(f"elastic and deadlines are left out: {problem}")
+        job = replace(job, skipped=job.skipped | {"prepare"})
+    return job
+
+
+def _no_levels(model: Path) -> str | None:
+    """Return why a model's family cannot have levels; None if it can."""
+    from llmaas_plugins.elastic.units import blocks_of
+
+    try:
+        blocks_of(model)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _check_options(args: argparse.Namespace, job: Job) -> None:
+    if args.memory and "pack" in job.skipped:
+        raise ConfigError("--memory has no effect with `--skip pack`: leave one of the two out.")
+    if args.improve and args.dry_run:
+        raise ConfigError("--dry-run has no effect with --improve: leave one of the two out.")
 
 
 def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
     _say(_about(job))
     run = Run(job, path, args.memory, _say)
-    run.check_made()
     estimates = estimates_of(job)
-    if estimates.problem is not None:
-        _say(f"elastic and deadlines are left out: {estimates.problem}")
-        job = replace(job, skipped=job.skipped | {"prepare"})
-        run = Run(job, path, args.memory, _say)
     for line in _announced(run, estimates):
         _say(line)
+    left = {step.name for step in run.steps if not run.is_done(step)}
     report: dict[str, Any] = {
         "config": str(path),
         "disk_bytes": estimates.disk_bytes,
-        "problem": estimates.problem,
         "steps": [
             {
                 "name": step.name,
-                "command": " ".join(("llmaas", *step.arguments)),
+                "command": step.command,
                 "estimated_s": estimates.seconds.get(step.name),
-                "is_done": run.is_done(step),
+                "is_done": step.name not in left,
             }
             for step in run.steps
         ],
@@ -139,12 +164,13 @@ def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
     if args.dry_run:
         print_report(args, report, ())
         return 0
-    check_room("setup", estimates.disk_bytes, job.made)
+    if left & {"prepare", "pack"}:
+        check_room("setup", estimates.disk_bytes, job.made)
     report["seconds"] = run.all()
     status, report["doctor"] = _doctor(args, job, path)
-    if not args.no_improve and job.is_prepared_here:
+    if status == 0 and not args.no_improve and job.is_prepared_here:
         report["improving"] = begin_improving(run, args)
-    print_report(args, report, _then(args, job, report, estimates))
+    print_report(args, report, _then(args, job, report, estimates, is_fine=status == 0))
     return status
 
 
@@ -177,20 +203,30 @@ def _doctor(args: argparse.Namespace, job: Job, path: Path) -> tuple[int, Any]:
     """Check the configuration with the model; return the exit status and the report."""
     arguments = ["doctor", "--model", str(job.model), "--config", str(path)]
     if not args.json:
-        return completed(arguments, shows_output=True).returncode, None
-    done = completed([*arguments, "--json"])
-    return done.returncode, json.loads(done.stdout)
+        return completed(arguments, has_settings=True, shows_output=True).returncode, None
+    done = completed([*arguments, "--json"], has_settings=True)
+    return done.returncode, json.loads(done.stdout or "null")
 
 
 def _then(
-    args: argparse.Namespace, job: Job, report: dict[str, Any], estimates: Estimates
+    args: argparse.Namespace,
+    job: Job,
+    report: dict[str, Any],
+    estimates: Estimates,
+    *,
+    is_fine: bool,
 ) -> Iterator[str]:
     """Yield what to do next."""
     yield ""
-    config = "" if args.output == Path(_CONFIG) else f" --config {args.output}"
-    yield f"{report['config']} is written. Apps need no change: they load {args.model} as before."
+    yield f"{report['config']} is written."
+    if not is_fine:
+        yield "Correct the problems above, then repeat the command."
+        return
+    is_found = args.output == Path(_CONFIG) and "LLMAAS_CONFIG" not in os.environ
+    config = "" if is_found else f" --config {shlex.quote(str(args.output))}"
+    yield f"Apps need no change: they load {args.model} as before."
     yield f"    llmaas run{config} app.py"
-    yield f"    llmaas serve{config} --model {args.model}"
+    yield f"    llmaas serve{config} --model {shlex.quote(str(args.model))}"
     if (improving := report.get("improving")) is not None:
         seconds = sum(estimates.seconds.get(step.name, 0) for step in improving_steps(job))
         yield (
@@ -200,10 +236,13 @@ def _then(
 
 
 def _memory(text: str) -> str:
+    from llmaas_plugins.flash_weights.config import FlashWeightsConfig
+
     try:
-        memory_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from error
+        FlashWeightsConfig(memory_budget=text)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise argparse.ArgumentTypeError(f"{message}, found {text!r}") from error
     return text
 
 

@@ -28,7 +28,7 @@ class Settings:
         made_digest: Digest of that file.
         table: Widths of the levels; None without levels.
         is_packed: Whether the weights were packed.
-        has_chats: Whether there is a datastore.
+        store: Folder of the datastore; None without one.
         memory: Memory of the process, as the user typed it; None for the default.
     """
 
@@ -38,7 +38,7 @@ class Settings:
     made_digest: str
     table: str | None
     is_packed: bool
-    has_chats: bool
+    store: Path | None
     memory: str | None
 
 
@@ -48,8 +48,8 @@ def config_text(settings: Settings) -> str:
     if settings.made != settings.model:
         parts.append(
             "# Apps name the model as before, and the file that was made of it is loaded.\n"
-            f"[models.{json.dumps(str(settings.model))}]\n"
-            f"file = {json.dumps(str(settings.made))}\n"
+            f"[models.{_quoted(settings.model)}]\n"
+            f"file = {_quoted(settings.made)}\n"
             f'digest = "{settings.digest}"\n'
             f'file_digest = "{settings.made_digest}"\n'
         )
@@ -68,13 +68,16 @@ def config_text(settings: Settings) -> str:
         )
     if settings.is_packed:
         memory = settings.memory
-        budget = f"memory_budget = {json.dumps(memory)}" if memory else '# memory_budget = "3 GiB"'
+        budget = f"memory_budget = {_quoted(memory)}" if memory else '# memory_budget = "3 GiB"'
         parts.append(
             "# Weights that do not fit into the budget are streamed from disk; unset, it is nine\n"
             f"# tenths of the available memory.\n[plugins.flash_weights]\n{budget}\n"
         )
-    if settings.has_chats:
-        parts.append("# Next-token mixing with the chats that were given.\n[plugins.knn_lm]\n")
+    if settings.store is not None:
+        parts.append(
+            "# Next-token mixing with the chats that were given.\n"
+            f"[plugins.knn_lm]\nstore = {_quoted(settings.store)}\n"
+        )
     body = "\n".join(parts)
     return f"# Written by `llmaas setup`; sha256 of the lines below: {_hash(body)}\n{body}"
 
@@ -117,3 +120,8 @@ def _is_ours(path: Path) -> bool:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _quoted(value: object) -> str:
+    """Return a string as TOML."""
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.elastic.estimates import Speeds
 from llmaas_plugins.cli.setup.processes import completed
-from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job
+from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job, steps_of
+from llmaas_plugins.files.file_bytes import as_store_error
 
 __all__ = ["Estimates", "estimates_of"]
 
@@ -33,27 +35,34 @@ class Estimates(NamedTuple):
     Attributes:
         seconds: Seconds by step; a step is missing if there is no estimate.
         disk_bytes: Most bytes of files beside the model.
-        problem: Why the model cannot be prepared; None if it can.
     """
 
     seconds: Mapping[str, float]
     disk_bytes: int
-    problem: str | None = None
 
 
 def estimates_of(job: Job) -> Estimates:
-    """Probe a model in another process, which takes seconds, and estimate each step."""
+    """Probe a model in another process, which takes seconds, and estimate each step.
+
+    Raises:
+        ConfigError: The model cannot be prepared.
+        StoreError: The folder for scores cannot be made.
+    """
     n_bytes = job.model.stat().st_size
+    packing = n_bytes if "pack" not in job.skipped else 0
     if not job.is_prepared_here:
-        return Estimates({}, n_bytes)
-    arguments = ("elastic", "prepare", str(job.model), "-o", str(job.made))
-    done = completed([*arguments, "--json", "--dry-run"], shows_errors=False)
+        return Estimates({}, packing)
+    with as_store_error(f"cannot make {job.folder}"):
+        job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    done = completed([*steps_of(job)[0].arguments, "--dry-run"], shows_errors=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return Estimates({}, n_bytes, last.removeprefix("llmaas: error: "))
+        last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+        raise ConfigError(
+            f"{last.removeprefix('llmaas: error: ')} `--skip prepare` leaves levels out."
+        )
     found = json.loads(done.stdout)
     chats = sum(path.stat().st_size for path in job.chats)
-    return Estimates(_seconds(found, chats, n_bytes), found["disk_bytes"] + n_bytes)
+    return Estimates(_seconds(found, chats, n_bytes), found["disk_bytes"] + packing)
 
 
 def _seconds(found: Mapping[str, Any], n_chat_bytes: int, n_bytes: int) -> dict[str, float]:

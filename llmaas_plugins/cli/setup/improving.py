@@ -12,8 +12,9 @@ from typing import Any
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.setup.processes import begun
-from llmaas_plugins.cli.setup.running import Run
+from llmaas_plugins.cli.setup.running import PROCESS, Run
 from llmaas_plugins.cli.setup.steps import improving_steps
+from llmaas_plugins.files.partial_file import write_bytes
 
 __all__ = ["begin_improving", "improve"]
 
@@ -29,12 +30,15 @@ def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None
     for option, values in (("--chats", run.job.chats), ("--skip", sorted(run.job.skipped))):
         arguments += [option, *map(str, values)] if values else []
     arguments += ["--memory", args.memory] if args.memory else []
-    log = run.folder / _LOG
+    log = run.job.folder / _LOG
     return {"pid": begun(arguments, log), "log": str(log)}
 
 
-def improve(run: Run) -> None:
+def improve(run: Run) -> dict[str, float]:
     """Search better widths, time and compare their levels, and switch the configuration to them.
+
+    Returns:
+        The seconds of each step.
 
     Raises:
         ConfigError: The model is not set up, or a step failed.
@@ -47,9 +51,15 @@ def improve(run: Run) -> None:
             "same options."
         )
     os.nice(_NICE)
+    process = run.job.folder / PROCESS
     with run.locked():
-        run.do(improving_steps(run.job))
+        try:
+            write_bytes(process, f"{os.getpid()}".encode())
+            seconds = run.do(improving_steps(run.job))
+        finally:
+            process.unlink(missing_ok=True)
         try:
             run.write("searched")
         except ConfigError as error:
             run.say(f'{error} Set table = "searched" in [plugins.elastic] to use the new widths.')
+    return seconds

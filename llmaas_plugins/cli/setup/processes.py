@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,17 +14,24 @@ _LLMAAS = (sys.executable, "-P", "-m", "llmaas_plugins.cli.main")
 
 
 def completed(
-    arguments: Sequence[str], *, shows_output: bool = False, shows_errors: bool = True
+    arguments: Sequence[str],
+    *,
+    has_settings: bool = False,
+    shows_output: bool = False,
+    shows_errors: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; return its status, and what it did not show.
 
     Args:
         arguments: Arguments of ``llmaas``.
+        has_settings: Whether the user's settings apply. Without them, files are made alike
+            wherever and for whomever the command runs.
         shows_output: Whether its output is this process's.
         shows_errors: Whether its errors and progress are this process's.
     """
     return subprocess.run(  # noqa: S603  our own program
         [*_LLMAAS, *arguments],
+        env=None if has_settings else _without_settings(),
         stdout=None if shows_output else subprocess.PIPE,
         stderr=None if shows_errors else subprocess.PIPE,
         text=True,
@@ -42,3 +50,8 @@ def begun(arguments: Sequence[str], log: Path) -> int:
             start_new_session=True,
         )
     return process.pid
+
+
+def _without_settings() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LLMAAS_")}
+    return kept | {"LLMAAS_CONFIG": ""}

@@ -4,83 +4,105 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from llmaas_plugins.files.partial_file import write_bytes
+from llmaas_plugins.model.digest import file_digest
 
-__all__ = ["DIRECTORY", "Record", "folder_of", "key_of"]
+__all__ = ["DIRECTORY", "Done", "MadeBefore", "Record", "folder_of", "key_of"]
 
 DIRECTORY = Path("~/.cache/llmaas/setup")
-_NAME = "record.json"
+_RECORD, _MADE = "record.json", "made.json"
+
+_Content = TypeVar("_Content", bound=BaseModel)
 
 
-class _Done(BaseModel):
+class Done(BaseModel):
+    """A step that was done.
+
+    Attributes:
+        key: Name of what it did.
+        result: Path of its result; None if it has none.
+        digest: Digest of the prepared file after it.
+    """
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str
     result: str | None
+    digest: str
 
 
-class _File(BaseModel):
+class _Steps(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1]
-    own: list[str]
-    done: dict[str, _Done]
+    done: Mapping[str, Done]
+
+
+class _Made(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1]
+    digests: Mapping[str, str | None]
 
 
 class Record:
-    """Steps that were done, and files that belong to this command, kept in a file.
-
-    A damaged record counts as none: steps are then done again.
-    """
+    """Steps that were done for a model, in a file. A damaged file counts as none."""
 
     def __init__(self, folder: Path) -> None:
         """Read the record in ``folder``, if there is one."""
-        self._path = folder / _NAME
-        try:
-            found = _File.model_validate_json(self._path.read_bytes())
-        except (OSError, ValidationError):
-            found = _File(version=1, own=[], done={})
-        self._own, self._done = list(found.own), dict(found.done)
+        self._path = folder / _RECORD
+        found = _read(self._path, _Steps)
+        self._done = {} if found is None else dict(found.done)
 
-    def has(self, step: str, key: str) -> bool:
-        """Return whether a step was done with the same input, and its result is still there."""
+    def get(self, step: str, key: str) -> Done | None:
+        """Return what was recorded of a step with the same input; None if nothing was."""
         done = self._done.get(step)
-        if done is None or done.key != key:
-            return False
-        return done.result is None or Path(done.result).exists()
+        return done if done is not None and done.key == key else None
 
-    def keep(self, step: str, key: str, result: str | None) -> None:
+    def keep(self, step: str, done: Done) -> None:
         """Record a step.
 
         Raises:
             StoreError: The record cannot be written.
         """
-        self._done[step] = _Done(key=key, result=result)
-        self._write()
+        self._done[step] = done
+        _write(self._path, _Steps(version=1, done=self._done))
 
-    def owns(self, path: Path) -> bool:
-        """Return whether a file is this command's, which it may overwrite."""
-        return str(path) in self._own
 
-    def own(self, path: Path) -> None:
-        """Record that a file will be this command's, before it is written.
+class MadeBefore:
+    """Prepared files that this command made, by their paths, whatever they were made of."""
 
-        Raises:
-            StoreError: The record cannot be written.
-        """
-        if not self.owns(path):
-            self._own.append(str(path))
-            self._write()
+    def __init__(self) -> None:
+        """Read the list, if there is one."""
+        self._path = DIRECTORY.expanduser() / _MADE
+        found = _read(self._path, _Made)
+        self._digests = {} if found is None else dict(found.digests)
 
-    def _write(self) -> None:
-        content = _File(version=1, own=self._own, done=self._done)
-        write_bytes(self._path, content.model_dump_json().encode())
+    def has(self, path: Path) -> bool:
+        """Return whether a file is as this command wrote it, or left it half-written."""
+        name = str(path)
+        if name not in self._digests:
+            return False
+        digest = self._digests[name]
+        return digest is None or file_digest(path) == digest
+
+    def begin(self, path: Path) -> None:
+        """Note that a file will be written."""
+        self._keep(path, None)
+
+    def end(self, path: Path) -> None:
+        """Note that a file was written."""
+        self._keep(path, file_digest(path))
+
+    def _keep(self, path: Path, digest: str | None) -> None:
+        self._digests[str(path)] = digest
+        _write(self._path, _Made(version=1, digests=self._digests))
 
 
 def folder_of(digest: str) -> Path:
@@ -96,3 +118,17 @@ def key_of(arguments: Sequence[str], digests: Sequence[str]) -> str:
         digests: Digests of the files that it reads.
     """
     return hashlib.sha256(json.dumps([*arguments, *digests]).encode()).hexdigest()
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _read(path: Path, kind: type[_Content]) -> _Content | None:
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _write(path: Path, content: BaseModel) -> None:
+    write_bytes(path, content.model_dump_json().encode())

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from llmaas_hooks import ConfigError
+from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.cli.progress_folder import progress_folder
 from llmaas_plugins.cli.setup.config_text import Settings, config_text, write_config
-from llmaas_plugins.cli.setup.record import Record, folder_of
-from llmaas_plugins.cli.setup.steps import Job, Step, digests_of, improving_steps, run, steps_of
+from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record
+from llmaas_plugins.cli.setup.steps import Job, Step, holds, improving_steps, run, steps_of
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.model.digest import file_digest
 
-__all__ = ["Run"]
+__all__ = ["PROCESS", "Run"]
+
+PROCESS = "improve.pid"
+"""File with the number of the process that improves the model in the background."""
 
 
 class Run:
@@ -25,7 +28,6 @@ class Run:
         job: The model to set up, and how.
         config: Path of the configuration.
         steps: Steps of the job.
-        folder: Folder of the record and of the log.
     """
 
     def __init__(
@@ -34,33 +36,24 @@ class Run:
         """Read what earlier runs did.
 
         Raises:
-            StoreError: The model cannot be read.
+            ConfigError: Somebody else made a file that would be overwritten.
+            StoreError: A file cannot be read.
         """
         self.job, self.config, self._memory, self.say = job, config, memory, say
         self.steps = steps_of(job)
-        self._digest = file_digest(job.model)
-        self.folder = folder_of(self._digest)
-        self._record = Record(self.folder)
-
-    def check_made(self) -> None:
-        """Refuse to overwrite a prepared file that somebody else made.
-
-        Raises:
-            ConfigError: There is such a file.
-        """
-        made = self.job.made
-        if made == self.job.model or not made.exists() or self._record.owns(made):
-            return
-        raise ConfigError(
-            f"{made} exists, and `llmaas setup` did not make it. `llmaas setup {made}` uses it; or "
-            "remove it to make it anew."
-        )
+        self._record = Record(job.folder)
+        if job.is_prepared_here and job.made.exists() and not MadeBefore().has(job.made):
+            raise ConfigError(
+                f"{job.made} exists, and `llmaas setup` did not make it, or it was changed since. "
+                f"`llmaas setup {job.made}` uses it as it is; or move it away to make it anew."
+            )
 
     def is_done(self, step: Step) -> bool:
         """Return whether an earlier run did a step with the files as they are now."""
         if not all(path.exists() for path in step.inputs):
             return False
-        return self._record.has(step.name, step.key(digests_of(step, self.job)))
+        done = self._record.get(step.name, step.key(self.job))
+        return done is not None and holds(step, self.job, done)
 
     def all(self) -> dict[str, float]:
         """Do the steps that are not done, and write the configuration.
@@ -72,10 +65,11 @@ class Run:
             ConfigError: A step failed.
             StoreError: A file cannot be written, or another run is at work.
         """
-        with self.locked():
-            self._record.own(self.job.made)
-            seconds = self.do(self.steps)
-            self.write("searched" if self.is_improved() else self.job.table or "uniform")
+        seconds = {}
+        if not all(map(self.is_done, self.steps)):
+            with self.locked():
+                seconds = self.do(self.steps)
+        self.write("searched" if self.is_improved() else self.job.table or "uniform")
         return seconds
 
     def do(self, steps: Sequence[Step]) -> dict[str, float]:
@@ -86,8 +80,10 @@ class Run:
                 continue
             self.say(f"step {i} of {len(steps)}: {step.what}")
             started = time.perf_counter()
-            result = run(step)
-            self._record.keep(step.name, step.key(digests_of(step, self.job)), result)
+            with self._writing(step):
+                result = run(step)
+            done = Done(key=step.key(self.job), result=result, digest=file_digest(self.job.made))
+            self._record.keep(step.name, done)
             seconds[step.name] = round(time.perf_counter() - started, 1)
         return seconds
 
@@ -107,12 +103,12 @@ class Run:
         has_levels = job.is_prepared_here or job.table is not None
         settings = Settings(
             model=job.model,
-            digest=self._digest,
+            digest=job.digest,
             made=job.made,
             made_digest=file_digest(job.made),
             table=table if has_levels else None,
             is_packed="pack" in names,
-            has_chats="datastore" in names,
+            store=job.store if "datastore" in names else None,
             memory=self._memory,
         )
         write_config(self.config, config_text(settings))
@@ -124,8 +120,36 @@ class Run:
         Raises:
             StoreError: Another run is at work, or the folder cannot be made.
         """
-        with as_store_error(f"cannot make {self.folder}"):
-            self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with progress_folder(self.folder):
-            self._record = Record(self.folder)
+        folder = self.job.folder
+        with as_store_error(f"cannot make {folder}"):
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with ExitStack() as entered:
+            try:
+                entered.enter_context(progress_folder(folder))
+            except StoreError as error:
+                raise self._named(error) from error
+            self._record = Record(folder)
             yield
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _writing(self, step: Step) -> Iterator[None]:
+        """Note that the prepared file is this command's, if a step writes it."""
+        if step.name not in {"prepare", "search"}:
+            yield
+            return
+        made = MadeBefore()
+        made.begin(self.job.made)
+        yield
+        made.end(self.job.made)
+
+    def _named(self, error: StoreError) -> StoreError:
+        """Name the process that improves the model in the error that it keeps others out."""
+        with suppress(OSError):
+            process = (self.job.folder / PROCESS).read_text().strip()
+            return StoreError(
+                f"{error} Process {process} searches better widths in the background; `kill "
+                f"{process}` stops it, and the next run goes on with it."
+            )
+        return error

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,19 +17,10 @@ from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.models import trained_context
 from llmaas_plugins.cli.setup.processes import completed
-from llmaas_plugins.cli.setup.record import key_of
+from llmaas_plugins.cli.setup.record import Done, folder_of, key_of
 from llmaas_plugins.model.digest import file_digest
 
-__all__ = [
-    "N_REQUESTS",
-    "STEPS",
-    "Job",
-    "Step",
-    "digests_of",
-    "improving_steps",
-    "run",
-    "steps_of",
-]
+__all__ = ["N_REQUESTS", "STEPS", "Job", "Step", "holds", "improving_steps", "run", "steps_of"]
 
 STEPS = ("prepare", "pack", "profile", "learn", "datastore")
 """Names of the steps, in their order."""
@@ -36,6 +28,7 @@ STEPS = ("prepare", "pack", "profile", "learn", "datastore")
 N_REQUESTS = 256
 """Prompts of the first outcome table; the one that follows has as many as the command's default."""
 _LENGTHS = (32, 64, 128, 256, 512)
+_GGUF = ".gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +37,14 @@ class Job:
 
     Attributes:
         model: Path of the model.
+        digest: Digest of the model.
         chats: Chat exports for the datastore; without any, there is none.
         skipped: Names of steps to leave out.
         table: Widths of a model that is prepared already; None for another model.
     """
 
     model: Path
+    digest: str
     chats: tuple[Path, ...] = ()
     skipped: frozenset[str] = frozenset()
     table: str | None = None
@@ -62,7 +57,19 @@ class Job:
     @property
     def made(self) -> Path:
         """File that apps load in place of the model; the model itself if it stays as it is."""
-        return self.model.with_suffix(".elastic.gguf") if self.is_prepared_here else self.model
+        if not self.is_prepared_here:
+            return self.model
+        return self.model.with_name(f"{self.model.name.removesuffix(_GGUF)}.elastic{_GGUF}")
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the record, the scores and the log."""
+        return folder_of(self.digest)
+
+    @property
+    def store(self) -> Path:
+        """Folder of the datastore, which fits only this model."""
+        return self.folder.parent.parent / f"knn-{self.digest[:32]}"
 
 
 class Step(NamedTuple):
@@ -73,27 +80,43 @@ class Step(NamedTuple):
         what: Its work, in words.
         arguments: Arguments of ``llmaas``.
         inputs: Files that it reads.
+        table: Widths that it measures; None if it depends on none.
     """
 
     name: str
     what: str
     arguments: tuple[str, ...]
     inputs: tuple[Path, ...]
+    table: str | None = None
 
-    def key(self, digests: Sequence[str]) -> str:
-        """Return a name of what the step does with files of these digests."""
-        return key_of(self.arguments, digests)
+    @property
+    def command(self) -> str:
+        """Command that does the step, as somebody would type it."""
+        return shlex.join(("llmaas", *self.arguments))
+
+    def key(self, job: Job) -> str:
+        """Return a name of what the step does with the files as they are.
+
+        Raises:
+            ConfigError: A file cannot be read.
+            StoreError: A model cannot be read.
+        """
+        models = {job.model, job.made}
+        digests = [
+            file_digest(path) if path in models else hashlib.sha256(content_of(path)).hexdigest()
+            for path in self.inputs
+        ]
+        return key_of(self.arguments, [*digests, *_widths(job.made, self.table)])
 
 
 def steps_of(job: Job) -> list[Step]:
     """Return the steps of a job, in the order in which one needs what the others made."""
-    model, made, chats = str(job.model), str(job.made), tuple(map(str, job.chats))
-    table = ("--table", job.table or "uniform")
+    made, table = str(job.made), job.table or "uniform"
     known = {
         "prepare": Step(
             "prepare",
             "order heads and neurons by importance, and write uniform widths",
-            ("elastic", "prepare", model, "-o", made, "--no-search", "--json"),
+            (*_prepare(job), "--no-search", "--json"),
             (job.model,),
         ),
         "pack": Step(
@@ -102,22 +125,13 @@ def steps_of(job: Job) -> list[Step]:
             ("flash", "pack", made),
             (job.made,),
         ),
-        "profile": Step(
-            "profile",
-            "measure how long each level takes",
-            ("elastic", "profile", made, *table, *_lengths(job.model), "--json"),
-            (job.made,),
-        ),
-        "learn": Step(
-            "learn",
-            "measure how often each level answers as the whole model",
-            ("deadlines", "learn", made, *table, "--requests", str(N_REQUESTS), "--json"),
-            (job.made,),
-        ),
+        "profile": _profile(job, "profile", table),
+        "learn": _learn(job, "learn", table, "--requests", str(N_REQUESTS)),
         "datastore": Step(
             "datastore",
             "select what the chats can tell the model",
-            ("datastore", "build", *chats, "--model", made, "--json"),
+            ("datastore", "build", *map(str, job.chats), "--model", made, "--store", str(job.store),
+             "--json"),
             (job.made, *job.chats),
         ),
     }  # fmt: skip
@@ -129,41 +143,30 @@ def steps_of(job: Job) -> list[Step]:
 
 def improving_steps(job: Job) -> list[Step]:
     """Return the steps that find better widths; none of them changes the file's weights."""
-    model, made, table = str(job.model), str(job.made), ("--table", "searched")
     known = {
         "prepare": Step(
             "search",
             "search widths by their effect on predictions",
-            ("elastic", "prepare", model, "-o", made, "--json"),
+            (*_prepare(job), "--json"),
             (job.model,),
         ),
-        "profile": Step(
-            "profile searched",
-            "measure how long each level takes",
-            ("elastic", "profile", made, *table, *_lengths(job.model), "--json"),
-            (job.made,),
-        ),
-        "learn": Step(
-            "learn searched",
-            "measure how often each level answers as the whole model",
-            ("deadlines", "learn", made, *table, "--json"),
-            (job.made,),
-        ),
+        "profile": _profile(job, "profile searched", "searched"),
+        "learn": _learn(job, "learn searched", "searched"),
     }
     return [step for name, step in known.items() if name not in job.skipped]
 
 
-def digests_of(step: Step, job: Job) -> list[str]:
-    """Return digests of the files that a step reads.
+def holds(step: Step, job: Job, done: Done) -> bool:
+    """Return whether the result of a step is still there, and fits.
 
     Raises:
-        ConfigError: A file cannot be read.
+        ConfigError: The prepared file is damaged.
+        StoreError: A file cannot be read.
     """
-    models = {job.model, job.made}
-    return [
-        file_digest(path) if path in models else hashlib.sha256(content_of(path)).hexdigest()
-        for path in step.inputs
-    ]
+    check = _CHECKS.get(step.name)
+    if check is not None:
+        return check(job, done)
+    return done.result is None or Path(done.result).exists()
 
 
 def run(step: Step) -> str | None:
@@ -175,14 +178,51 @@ def run(step: Step) -> str | None:
     done = completed(step.arguments)
     if done.returncode:
         raise ConfigError(
-            f"step {step.name} failed: `llmaas {' '.join(step.arguments)}`. The same command goes "
-            f"on once that works; `--skip {step.name.split()[0]}` leaves the step out."
+            f"step {step.name} failed: `{step.command}`. The same command goes on once that works; "
+            f"`--skip {step.name.split()[0]}` leaves the step out."
         )
     path = _json(done.stdout).get("path")
     return path if isinstance(path, str) else None
 
 
 # -- inside --------------------------------------------------------------------------------------
+
+
+def _prepare(job: Job) -> tuple[str, ...]:
+    scores = str(job.folder / "scores.npz")  # beside the model, they might be of another one
+    return ("elastic", "prepare", str(job.model), "-o", str(job.made), "--scores", scores)
+
+
+def _profile(job: Job, name: str, table: str) -> Step:
+    arguments = ("elastic", "profile", str(job.made), "--table", table, *_lengths(job.model))
+    what = "measure how long each level takes"
+    return Step(name, what, (*arguments, "--json"), (job.made,), table)
+
+
+def _learn(job: Job, name: str, table: str, *options: str) -> Step:
+    what = "measure how often each level answers as the whole model"
+    arguments = ("deadlines", "learn", str(job.made), "--table", table, *options, "--json")
+    return Step(name, what, arguments, (job.made,), table)
+
+
+def _widths(made: Path, table: str | None) -> list[str]:
+    """Return what names a table's widths, if the file has it."""
+    from llmaas_plugins.elastic.level_identity import levels_key
+    from llmaas_plugins.elastic.metadata import read_elastic
+
+    elastic = None if table is None else read_elastic(made)
+    if elastic is None or table is None or table not in elastic.tables:
+        return []
+    adapters = elastic.adapters.get(table)
+    return [levels_key(elastic.levels, elastic.tables[table], elastic.biases_of(table), adapters)]
+
+
+def _lengths(model: Path) -> tuple[str, ...]:
+    """Return the option for shorter prompts if the model was not trained with long ones."""
+    n_trained = trained_context(model)
+    if n_trained is None or n_trained >= _LENGTHS[-1]:
+        return ()
+    return ("--prompts", ",".join(str(n) for n in _LENGTHS if n <= n_trained))
 
 
 def _json(content: str) -> dict[str, Any]:
@@ -193,9 +233,38 @@ def _json(content: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _lengths(model: Path) -> tuple[str, ...]:
-    """Return the option for shorter prompts if the model was not trained with long ones."""
-    n_trained = trained_context(model)
-    if n_trained is None or n_trained >= _LENGTHS[-1]:
-        return ()
-    return ("--prompts", ",".join(str(n) for n in _LENGTHS if n <= n_trained))
+def _has_table(table: str) -> Callable[[Job, Done], bool]:
+    def check(job: Job, done: Done) -> bool:
+        from llmaas_plugins.elastic.metadata import read_elastic
+
+        if not job.made.exists() or file_digest(job.made) != done.digest:
+            return False
+        elastic = read_elastic(job.made)
+        return elastic is not None and table in elastic.tables
+
+    return check
+
+
+def _is_packed(job: Job, _done: Done) -> bool:
+    from llmaas_plugins.cli.flash.pack import is_packed, tensors_of
+
+    return is_packed(job.made, tensors_of(job.made))
+
+
+def _is_profiled(table: str | None) -> Callable[[Job, Done], bool]:
+    def check(job: Job, _done: Done) -> bool:
+        from llmaas_plugins.elastic.latency import latency_path
+
+        return latency_path(job.made, table or job.table or "uniform").exists()
+
+    return check
+
+
+_CHECKS: Mapping[str, Callable[[Job, Done], bool]] = {
+    "prepare": _has_table("uniform"),
+    "pack": _is_packed,
+    "profile": _is_profiled(None),
+    "search": _has_table("searched"),
+    "profile searched": _is_profiled("searched"),
+}
+"""Functions that check a step's result by more than that it exists."""

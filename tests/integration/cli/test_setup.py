@@ -94,6 +94,64 @@ def test_from_a_model_to_an_app_with_all_plugins(folder, capfd):
     assert run_app(folder)["models"] == {"loaded": {"model.gguf": str(made)}}
 
 
+QUICK = "--skip", "profile", "learn"
+
+
+def architecture(folder):
+    """Return the architecture of the model that an app gets."""
+    app = (
+        "from llama_cpp import Llama\n"
+        "llama = Llama('model.gguf', n_ctx=64, verbose=False)\n"
+        "print(llama.metadata['general.architecture'])"
+    )
+    (folder / "arch.py").write_text(app)
+    command = [sys.executable, "-m", "llmaas_plugins.cli.main", "run", "arch.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+    return done.stdout.strip()
+
+
+def test_another_model_at_the_same_path_is_set_up_anew(folder, capfd):
+    """An update, and back: the prepared file is always that of the model that is there."""
+    for family in ("llama", "qwen3", "llama"):
+        write_family(family, folder / "model.gguf")
+        status, report, _ = setup(capfd, *QUICK, "--no-improve")
+        assert status == 0
+        assert {"prepare", "pack"} <= {*report["seconds"]}
+        assert architecture(folder) == family
+    assert (folder / "llmaas.toml").read_text().count("[models.") == 1
+
+
+def test_what_was_removed_is_made_again(folder, capfd, monkeypatch):
+    write_family("llama", folder / "model.gguf")
+    assert setup(capfd, *QUICK, "--no-improve")[0] == 0
+    assert main(["setup", "model.gguf", *QUICK, "--improve"]) == 0
+    monkeypatch.setenv("LLMAAS_PLUGINS", "")
+    assert run_app(folder) == {}  # with nothing on, the app gets its own file
+    monkeypatch.delenv("LLMAAS_PLUGINS")
+    (folder / "model.elastic.packed").unlink()
+    assert [*setup(capfd, *QUICK, "--no-improve")[1]["seconds"]] == ["pack"]
+    assert 'table = "searched"' in (folder / "llmaas.toml").read_text()
+    (folder / "model.elastic.gguf").unlink()
+    status, report, _ = setup(capfd, *QUICK, "--no-improve")
+    assert status == 0
+    assert "prepare" in report["seconds"]
+    assert 'table = "uniform"' in (folder / "llmaas.toml").read_text()  # until it is improved
+
+
+def test_settings_of_the_user_do_not_change_what_is_made(folder, capfd, monkeypatch):
+    write_family("llama", folder / "model.gguf")
+    home = folder.parent / "home" / ".config" / "llmaas"
+    home.mkdir(parents=True)
+    (home / "llmaas.toml").write_text('[plugins.knn_lm]\nstore = "/nonexistent/x"\n')
+    chats = "--chats", str(packaged_chats()[0])
+    status, report, _ = setup(capfd, *QUICK, *chats, "--no-improve")
+    assert (status, report["doctor"]["ok"]) == (0, True)
+    monkeypatch.setenv("LLMAAS_PLUGINS__KV_CHUNKS", "")  # not a key
+    status, report, _ = setup(capfd, *QUICK, *chats, "--no-improve")
+    assert (status, report["seconds"], report["doctor"]["ok"]) == (1, {}, False)
+    assert "[models." in (folder / "llmaas.toml").read_text()
+
+
 def test_a_model_that_cannot_be_prepared_gets_the_rest(folder, capfd):
     write_family("gpt-oss", folder / "model.gguf")
     status, report, said = setup(capfd)  # nothing goes on in the background

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.setup.config_text import Settings, check_ours, config_text, write_config
-from llmaas_plugins.cli.setup.record import Record, folder_of, key_of
+from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record, folder_of, key_of
 from llmaas_plugins.cli.setup.steps import Job, improving_steps, steps_of
 from llmaas_plugins.config import load_config
 from llmaas_plugins.reference_model import reference_model_path
@@ -27,7 +28,7 @@ def names(job):
 
 
 def test_steps_come_in_the_order_in_which_they_need_each_other(tmp_path):
-    job = Job(reference_model_path(), (tmp_path / "chats.json",))
+    job = Job(reference_model_path(), "d", (tmp_path / "chats.json",))
     assert names(job) == ["prepare", "pack", "profile", "learn", "datastore"]
     made = str(job.model.with_suffix(".elastic.gguf"))
     assert all(made in step.arguments for step in steps_of(job))
@@ -38,21 +39,21 @@ def test_steps_come_in_the_order_in_which_they_need_each_other(tmp_path):
 
 
 def test_a_model_that_is_not_prepared_has_no_levels(tmp_path):
-    job = Job(reference_model_path(), (tmp_path / "chats.json",), frozenset({"prepare"}))
+    job = Job(reference_model_path(), "d", (tmp_path / "chats.json",), frozenset({"prepare"}))
     assert job.made == job.model
     assert names(job) == ["pack", "datastore"]
     assert all(str(job.model) in step.arguments for step in steps_of(job))
 
 
 def test_a_prepared_model_is_used_as_it_is(tmp_path):
-    job = Job(reference_model_path(), table="searched")
+    job = Job(reference_model_path(), "d", table="searched")
     assert job.made == job.model
     assert names(job) == ["pack", "profile", "learn"]
     assert all("searched" in step.arguments for step in steps_of(job)[1:])
 
 
 def test_what_follows_names_the_searched_widths():
-    job = Job(reference_model_path())
+    job = Job(reference_model_path(), "d")
     search, *others = improving_steps(job)
     assert improving_steps(replace(job, skipped=frozenset({"learn"}))) == [search, others[0]]
     assert "--no-search" not in search.arguments
@@ -67,11 +68,12 @@ def test_the_configuration_can_be_loaded(settings, tmp_path):
     assert config.models[str(settings.model)].file == settings.made
     assert config.plugins["flash_weights"].values == {"memory_budget": "60%"}
     assert config.plugins["elastic"].values == {"table": "uniform"}
+    assert config.plugins["knn_lm"].values == {"store": str(settings.store)}
 
 
 def test_only_what_was_made_is_configured(settings):
     bare = replace(
-        settings, made=settings.model, table=None, is_packed=False, has_chats=False, memory=None
+        settings, made=settings.model, table=None, is_packed=False, store=None, memory=None
     )
     found = tomllib.loads(config_text(bare))
     assert list(found) == ["plugins"]
@@ -94,36 +96,38 @@ def test_a_configuration_that_was_changed_is_kept(settings, tmp_path):
         assert path.read_text() == other
 
 
-def test_a_step_is_done_until_its_input_or_its_result_changes(tmp_path):
-    result = tmp_path / "result"
-    result.touch()
+def test_a_step_is_recorded_with_its_input(tmp_path):
     key = key_of(["a", "b"], ["c"])
     assert key != key_of(["a"], ["b", "d"])
-    Record(tmp_path).keep("one", key, str(result))
-    Record(tmp_path).keep("two", key, None)
+    done = Done(key=key, result=None, digest="d")
+    Record(tmp_path).keep("one", done)
+    Record(tmp_path).keep("two", done)
     found = Record(tmp_path)
-    assert found.has("one", key)
-    assert found.has("two", key)
-    assert not found.has("one", "other")
-    assert not found.has("three", key)
-    result.unlink()
-    assert not Record(tmp_path).has("one", key)
+    assert (found.get("one", key), found.get("two", key)) == (done, done)
+    assert found.get("one", "other") is None
+    assert found.get("three", key) is None
 
 
-def test_files_of_the_command_are_known(tmp_path):
-    Record(tmp_path).own(tmp_path / "made.gguf")
-    Record(tmp_path).keep("one", "key", None)
-    assert Record(tmp_path).owns(tmp_path / "made.gguf")
-    assert not Record(tmp_path).owns(tmp_path / "other.gguf")
+def test_files_of_the_command_are_known_until_somebody_changes_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder_of("a" * 64).mkdir(parents=True)
+    path = write_family("llama", tmp_path / "made.gguf")
+    assert not MadeBefore().has(path)
+    MadeBefore().begin(path)
+    assert MadeBefore().has(path)  # it may be half-written
+    MadeBefore().end(path)
+    assert MadeBefore().has(path)
+    write_family("llama", path, seed=1)
+    assert not MadeBefore().has(path)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "own": [], "done": {}}', "\0"])
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "done": {}}', "\0"])
 def test_a_damaged_record_counts_as_none(tmp_path, content):
     (tmp_path / "record.json").write_text(content)
     record = Record(tmp_path)
-    assert not record.has("one", "key")
-    record.keep("one", "key", None)
-    assert Record(tmp_path).has("one", "key")
+    assert record.get("one", "key") is None
+    record.keep("one", Done(key="key", result=None, digest="d"))
+    assert Record(tmp_path).get("one", "key")
 
 
 def test_records_are_kept_by_the_model(monkeypatch, tmp_path):
@@ -136,8 +140,11 @@ def test_records_are_kept_by_the_model(monkeypatch, tmp_path):
     ("options", "message"),
     [
         (["missing.gguf"], "found no file missing.gguf"),
-        ([str(reference_model_path()), "--chats", "none.json"], "cannot read none.json"),
+        ([str(reference_model_path()), "--chats", "none.json"], "none.json: No such file"),
         ([str(reference_model_path()), "-o", "none/llmaas.toml"], "found no folder"),
+        (["line\nbreak.gguf"], "found no file"),
+        ([str(reference_model_path()), "--memory", "60%", "--skip", "pack"], "has no effect"),
+        ([str(reference_model_path()), "--improve", "--dry-run"], "has no effect"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_done(
@@ -149,10 +156,11 @@ def test_mistakes_are_named_before_anything_is_done(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_size_of_memory_is_checked(capsys):
+@pytest.mark.parametrize(("memory", "message"), [("much", "a share such as 60%"), ("500", "1 MiB")])
+def test_a_size_of_memory_is_checked(capsys, memory, message):
     with pytest.raises(SystemExit):
-        main(["setup", "model.gguf", "--memory", "much"])
-    assert "expected a size such as 3 GiB, or a share such as 60%" in capsys.readouterr().err
+        main(["setup", "model.gguf", "--memory", memory])
+    assert message in capsys.readouterr().err
 
 
 def test_a_configuration_of_somebody_else_is_refused_at_once(tmp_path, capsys, monkeypatch):
