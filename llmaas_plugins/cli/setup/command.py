@@ -110,7 +110,7 @@ def _job(args: argparse.Namespace) -> Job:
         raise ConfigError(f"found no file {args.model}; expected a model in GGUF.")
     model, chats = args.model.absolute(), tuple(chat.absolute() for chat in args.chats)
     if not str(model).isprintable():  # llmaas.toml could not name it
-        raise ConfigError(f"the path {str(model)!r} has characters without a print. Rename it.")
+        raise ConfigError(f"{str(model)!r} has characters that cannot be printed: rename it.")
     for chat in chats:
         content_of(chat)  # an unreadable export is refused before anything takes minutes
     elastic = read_elastic(model)

@@ -30,8 +30,11 @@ def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None
     for option, values in (("--chats", run.job.chats), ("--skip", sorted(run.job.skipped))):
         arguments += [option, *map(str, values)] if values else []
     arguments += ["--memory", args.memory] if args.memory else []
-    log = run.job.folder / _LOG
-    return {"pid": begun(arguments, log), "log": str(log)}
+    log, process = run.job.folder / _LOG, _at_work(run)
+    if process is None:
+        process = begun(arguments, log)
+        write_bytes(run.job.folder / PROCESS, str(process).encode())
+    return {"pid": process, "log": str(log)}
 
 
 def improve(run: Run) -> dict[str, float]:
@@ -54,7 +57,7 @@ def improve(run: Run) -> dict[str, float]:
     process = run.job.folder / PROCESS
     with run.locked():
         try:
-            write_bytes(process, f"{os.getpid()}".encode())
+            write_bytes(process, str(os.getpid()).encode())
             seconds = run.do(improving_steps(run.job))
         finally:
             process.unlink(missing_ok=True)
@@ -63,3 +66,16 @@ def improve(run: Run) -> dict[str, float]:
         except ConfigError as error:
             run.say(f'{error} Set table = "searched" in [plugins.elastic] to use the new widths.')
     return seconds
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _at_work(run: Run) -> int | None:
+    """Return the process that an earlier run started, if it is still at work."""
+    try:
+        process = int((run.job.folder / PROCESS).read_text())
+        os.kill(process, 0)
+    except (OSError, ValueError):
+        return None
+    return process

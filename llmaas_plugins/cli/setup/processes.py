@@ -10,6 +10,8 @@ from pathlib import Path
 
 __all__ = ["begun", "completed"]
 
+_running: list[subprocess.Popen[bytes]] = []
+"""Processes that were started: Python warns of one that is forgotten."""
 _LLMAAS = (sys.executable, "-P", "-m", "llmaas_plugins.cli.main")
 
 
@@ -49,6 +51,7 @@ def begun(arguments: Sequence[str], log: Path) -> int:
             stderr=file,
             start_new_session=True,
         )
+    _running.append(process)
     return process.pid
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -176,6 +179,24 @@ def test_a_prepared_file_of_the_user_is_kept_and_used(folder, capfd):
     assert 'table = "uniform"' in text
     assert "[models" not in text
     assert made.read_bytes() == content
+
+
+def test_better_widths_follow_in_the_background(folder, capfd):
+    """The process has the lowest priority, so the test stops it instead of waiting for its end."""
+    write_family("llama", folder / "model.gguf")
+    status, report, _ = setup(capfd, *QUICK)
+    assert status == 0
+    process = report["improving"]["pid"]
+    try:
+        status, again, _ = setup(capfd, *QUICK)
+        assert (status, again["improving"]) == (0, report["improving"])
+    finally:
+        os.kill(process, signal.SIGTERM)
+        _, exit_status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(exit_status) == 128 + signal.SIGTERM
+    assert "stopped; the same command goes on" in Path(report["improving"]["log"]).read_text()
+    assert 'table = "uniform"' in (folder / "llmaas.toml").read_text()
+    assert setup(capfd, *QUICK, "--no-improve")[0] == 0
 
 
 def test_better_widths_need_a_model_that_is_set_up(folder, reference_model, capsys):
