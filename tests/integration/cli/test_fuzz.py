@@ -90,7 +90,7 @@ def test_numbers_of_absurd_sizes_are_refused_by_every_option(path):
             except (argparse.ArgumentTypeError, ValueError):  # both become one line
                 continue
             for number in found if isinstance(found, tuple) else [found]:
-                assert abs(number) < 2**63, (action.dest, text)
+                assert abs(float(number)) < 2**63, (action.dest, text)
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ def report(document: Output) -> str:
     if any(row["row"] == "quality" for row in rows):
         parts += [f"{name} is left out: {why}." for name, why in LEFT_OUT.items()]
         parts += [] if settings.get("scratch") else [NO_SCRATCH]
+    if any(row.get("model") == "tuned" for row in rows):
         parts.append(f"The tuned model answers {', '.join(sorted({*TASK_OF.values()}))} questions.")
     return "\n\n".join([*parts, f"Sets: {sets}."])
 
