@@ -10,5 +10,6 @@ from llmaas_eval.tables import Maker
 __all__ = ["TABLES"]
 
 TABLES: Mapping[str, Maker] = {
-    name: report.TABLES[name] for name in ("deadlines-loaded", "deadlines-rates")
+    name: report.TABLES[name]
+    for name in ("deadlines-loaded", "deadlines-rates", "deadlines-quality")
 }
