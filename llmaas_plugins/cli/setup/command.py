@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -25,6 +24,7 @@ from llmaas_plugins.cli.setup.improving import begin_improving, improve
 from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.running import Run
 from llmaas_plugins.cli.setup.steps import STEPS, Job, improving_steps
+from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.machine import available_bytes, room, usable_processors
 from llmaas_plugins.model.digest import file_digest
 
@@ -205,7 +205,7 @@ def _doctor(args: argparse.Namespace, job: Job, path: Path) -> tuple[int, Any]:
     if not args.json:
         return completed(arguments, has_settings=True, shows_output=True).returncode, None
     done = completed([*arguments, "--json"], has_settings=True)
-    return done.returncode, json.loads(done.stdout or "null")
+    return done.returncode, parse_json(done.stdout or "null")
 
 
 def _then(

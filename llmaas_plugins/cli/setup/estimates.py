@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from llmaas_plugins.cli.elastic.estimates import Speeds
 from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job, steps_of
 from llmaas_plugins.files.file_bytes import as_store_error
+from llmaas_plugins.files.json_text import parse_json
 
 __all__ = ["Estimates", "estimates_of"]
 
@@ -60,7 +60,7 @@ def estimates_of(job: Job) -> Estimates:
         raise ConfigError(
             f"{last.removeprefix('llmaas: error: ')} `--skip prepare` leaves levels out."
         )
-    found = json.loads(done.stdout)
+    found = parse_json(done.stdout)
     chats = sum(path.stat().st_size for path in job.chats)
     return Estimates(_seconds(found, chats, n_bytes), found["disk_bytes"] + packing)
 

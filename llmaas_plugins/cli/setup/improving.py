@@ -19,7 +19,6 @@ from llmaas_plugins.files.partial_file import write_bytes
 __all__ = ["begin_improving", "improve"]
 
 _LOG = "improve.log"
-_NICE = 19
 
 
 def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -53,7 +52,6 @@ def improve(run: Run) -> dict[str, float]:
             f"{run.job.model} is not set up: run `llmaas setup {run.job.model}` first, with the "
             "same options."
         )
-    os.nice(_NICE)
     process = run.job.folder / PROCESS
     with run.locked():
         try:

@@ -12,6 +12,7 @@ __all__ = ["begun", "completed"]
 
 _running: list[subprocess.Popen[bytes]] = []
 """Processes that were started: Python warns of one that is forgotten."""
+_LOWEST = 19
 _LLMAAS = (sys.executable, "-P", "-m", "llmaas_plugins.cli.main")
 
 
@@ -42,7 +43,7 @@ def completed(
 
 
 def begun(arguments: Sequence[str], log: Path) -> int:
-    """Start a command that outlives this process; return its process's number."""
+    """Start a command that outlives this process, at the lowest priority; return its number."""
     with log.open("ab") as file:
         process = subprocess.Popen(  # noqa: S603  our own program
             [*_LLMAAS, *arguments],
@@ -51,6 +52,7 @@ def begun(arguments: Sequence[str], log: Path) -> int:
             stderr=file,
             start_new_session=True,
         )
+    os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST)
     _running.append(process)
     return process.pid
 

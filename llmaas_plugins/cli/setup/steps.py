@@ -6,7 +6,6 @@ A step runs in a process of its own, so its memory is free again before the next
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.models import trained_context
 from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.record import Done, folder_of, key_of
+from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.model.digest import file_digest
 
 __all__ = ["N_REQUESTS", "STEPS", "Job", "Step", "holds", "improving_steps", "run", "steps_of"]
@@ -227,7 +227,7 @@ def _lengths(model: Path) -> tuple[str, ...]:
 
 def _json(content: str) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        found = parse_json(content)
     except ValueError:
         return {}  # text, which not all commands print as JSON
     return found if isinstance(found, dict) else {}

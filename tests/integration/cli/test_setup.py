@@ -20,6 +20,7 @@ from llmaas_plugins.model.digest import file_digest
 
 pytestmark = pytest.mark.slow
 
+QUICK = "--skip", "profile", "learn"
 APP = """
 import json
 from llama_cpp import Llama
@@ -59,7 +60,7 @@ def run_app(folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_from_a_model_to_an_app_with_all_plugins(folder, capfd):
+def test_from_a_model_to_an_app_with_all_plugins(folder, capfd, monkeypatch):
     write_family("llama", folder / "model.gguf")
     options = "--chats", str(packaged_chats()[0]), "--memory", "60%", "--no-improve"
     status, report, said = setup(capfd, *options, "--dry-run")
@@ -95,9 +96,19 @@ def test_from_a_model_to_an_app_with_all_plugins(folder, capfd):
     assert (status, report["seconds"]) == (0, {})
     assert 'table = "searched"' in (folder / "llmaas.toml").read_text()
     assert run_app(folder)["models"] == {"loaded": {"model.gguf": str(made)}}
+    monkeypatch.setenv("LLMAAS_PLUGINS", "")
+    assert run_app(folder) == {}  # with nothing on, the app gets its own file
+    monkeypatch.delenv("LLMAAS_PLUGINS")
 
-
-QUICK = "--skip", "profile", "learn"
+    (folder / "model.elastic.packed").unlink()  # what was removed is made again
+    options = *QUICK, "--no-improve"
+    assert [*setup(capfd, *options)[1]["seconds"]] == ["pack"]
+    assert 'table = "searched"' in (folder / "llmaas.toml").read_text()
+    made.unlink()
+    status, report, _ = setup(capfd, *options)
+    assert status == 0
+    assert "prepare" in report["seconds"]
+    assert 'table = "uniform"' in (folder / "llmaas.toml").read_text()  # until it is improved
 
 
 def architecture(folder):
@@ -122,23 +133,6 @@ def test_another_model_at_the_same_path_is_set_up_anew(folder, capfd):
         assert {"prepare", "pack"} <= {*report["seconds"]}
         assert architecture(folder) == family
     assert (folder / "llmaas.toml").read_text().count("[models.") == 1
-
-
-def test_what_was_removed_is_made_again(folder, capfd, monkeypatch):
-    write_family("llama", folder / "model.gguf")
-    assert setup(capfd, *QUICK, "--no-improve")[0] == 0
-    assert main(["setup", "model.gguf", *QUICK, "--improve"]) == 0
-    monkeypatch.setenv("LLMAAS_PLUGINS", "")
-    assert run_app(folder) == {}  # with nothing on, the app gets its own file
-    monkeypatch.delenv("LLMAAS_PLUGINS")
-    (folder / "model.elastic.packed").unlink()
-    assert [*setup(capfd, *QUICK, "--no-improve")[1]["seconds"]] == ["pack"]
-    assert 'table = "searched"' in (folder / "llmaas.toml").read_text()
-    (folder / "model.elastic.gguf").unlink()
-    status, report, _ = setup(capfd, *QUICK, "--no-improve")
-    assert status == 0
-    assert "prepare" in report["seconds"]
-    assert 'table = "uniform"' in (folder / "llmaas.toml").read_text()  # until it is improved
 
 
 def test_settings_of_the_user_do_not_change_what_is_made(folder, capfd, monkeypatch):
