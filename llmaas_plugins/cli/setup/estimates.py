@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.elastic.estimates import Speeds
 from llmaas_plugins.cli.setup.processes import completed
-from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job, steps_of
+from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job, improving_steps
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.json_text import parse_json
 
@@ -54,7 +54,8 @@ def estimates_of(job: Job) -> Estimates:
         return Estimates({}, packing)
     with as_store_error(f"cannot make {job.folder}"):
         job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    done = completed([*steps_of(job)[0].arguments, "--dry-run"], shows_errors=False)
+    searching = [*improving_steps(job)[0].arguments, "--dry-run"]  # all steps of `prepare`
+    done = completed(searching, shows_errors=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
         raise ConfigError(

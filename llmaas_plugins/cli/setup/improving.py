@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from llmaas_hooks import ConfigError
@@ -73,7 +74,7 @@ def _at_work(run: Run) -> int | None:
     """Return the process that an earlier run started, if it is still at work."""
     try:
         process = int((run.job.folder / PROCESS).read_text())
-        os.kill(process, 0)
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
     except (OSError, ValueError):
         return None
-    return process
+    return process if b"--improve" in command else None  # the number may be another process's
