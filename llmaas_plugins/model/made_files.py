@@ -38,13 +38,13 @@ class MadeFiles:
 
     def __init__(self, made: Mapping[str, MadeFile]) -> None:
         """Take the files by the paths of their models."""
-        self._made = {_place(Path(model)): one for model, one in made.items()}
+        self._made = {Path(model).resolve(): one for model, one in made.items()}
         self._loaded: dict[str, str] = {}
 
     @hookimpl
     def llmaas_model_path(self, path: str) -> str | None:
         """Name the file that was made of a model, if both are still what they were."""
-        made = self._made.get(_place(Path(path)))
+        made = self._made.get(Path(path).resolve())
         if made is None:
             return None
         problem = problem_of(Path(path), made)
@@ -71,10 +71,6 @@ def problem_of(model: Path, made: MadeFile) -> str | None:
 
 
 # -- inside --------------------------------------------------------------------------------------
-
-
-def _place(path: Path) -> Path:
-    return path.resolve()
 
 
 def _changed(path: Path, digest: str) -> str | None:

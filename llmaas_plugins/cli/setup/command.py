@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,9 +145,9 @@ def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
     _say(_about(job))
     run = Run(job, path, args.memory, _say)
     estimates = estimates_of(job)
-    for line in _announced(run, estimates):
-        _say(line)
     left = {step.name for step in run.steps if not run.is_done(step)}
+    for line in _announced(run, estimates, left):
+        _say(line)
     report: dict[str, Any] = {
         "config": str(path),
         "disk_bytes": estimates.disk_bytes,
@@ -184,15 +184,13 @@ def _about(job: Job) -> str:
     )
 
 
-def _announced(run: Run, estimates: Estimates) -> Iterator[str]:
-    """Yield the steps with estimates."""
-    left_s = 0.0
+def _announced(run: Run, estimates: Estimates, left: Collection[str]) -> Iterator[str]:
+    """Yield the steps with estimates; ``left`` names those that are not done."""
     for i, step in enumerate(run.steps, 1):
         seconds = estimates.seconds.get(step.name)
         time = "no estimate" if seconds is None else f"about {duration_text(seconds)}"
-        is_done = run.is_done(step)
-        left_s += 0 if is_done else seconds or 0
-        yield f"{i}. {step.name}: {step.what}, {'done' if is_done else time}"
+        yield f"{i}. {step.name}: {step.what}, {time if step.name in left else 'done'}"
+    left_s = sum(estimates.seconds.get(name, 0) for name in left)
     yield (
         f"about {duration_text(left_s)} together, and up to {size_text(estimates.disk_bytes)} of "
         f"disk in {run.job.made.parent}"
