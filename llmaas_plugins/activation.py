@@ -67,8 +67,12 @@ class Suite:
         """Load, configure and register the plugins, then the listeners, then patch llama_cpp."""
         global _active  # noqa: PLW0603  one activation per process, because patches are global
         from llmaas_patches import install  # import patches only when activated
+        from llmaas_plugins.memory.shared import SharedMemory
 
         try:
+            if self.config.memory.budget and self.config.enabled():  # before plugins ask for memory
+                budget = int(self.config.memory.budget)
+                self.hooks.register("memory", SharedMemory(budget, self.hooks.memory))
             for name in self.config.enabled():
                 self.hooks.register(name, make_plugin(name, self.config))
             if self.config.models and self.config.enabled():  # with nothing on, vanilla

@@ -8,6 +8,9 @@
     codec = "int8"
     ram_budget = "256 MiB"
 
+    [memory]
+    budget = "3 GiB"                 # of the process, divided among all plugins
+
     [models."/home/me/your.gguf"]    # a file to load in its place; `llmaas setup` writes this
     file = "/home/me/your.elastic.gguf"
     digest = "…"                     # of both files: the table is void once one of them changes
@@ -39,6 +42,7 @@ from pydantic import (
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import installed_plugins, suggest
 from llmaas_plugins.config_file import chosen_file, read_config_file
+from llmaas_plugins.memory.config import MemoryConfig
 from llmaas_plugins.model.made_files import MadeFile
 from llmaas_plugins.service_config import ServiceConfig
 
@@ -76,6 +80,7 @@ class _File(BaseModel):
     on_error: Literal["log", "raise"] = "log"
     plugins: dict[str, dict[str, Any]] = {}
     service: ServiceConfig = ServiceConfig()
+    memory: MemoryConfig = MemoryConfig()
     models: dict[str, MadeFile] = {}
 
 
@@ -105,6 +110,7 @@ class Config:
         on_error: Effect of a plugin's exception on the app's call.
         plugins: Tables of the plugins, by name.
         service: Limits and paths of the service.
+        memory: Memory budget of the process.
         models: Files to load in place of models, by the models' absolute paths.
         origins: Origin of each other key (``on_error``, ``service.max_queue``, …), as in
             ``PluginTable``. Keys that are missing here have defaults.
@@ -117,6 +123,7 @@ class Config:
     on_error: Literal["log", "raise"] = "log"
     plugins: Mapping[str, PluginTable] = field(default_factory=dict)
     service: ServiceConfig = field(default_factory=ServiceConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     models: Mapping[str, MadeFile] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     file: Path | None = field(default=None, compare=False)
@@ -188,11 +195,14 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
     plugins = {name: _table(table, origin) for name, table in file.plugins.items()}
     _apply_environment(plugins, environ, code_wins=origin == "code")
     keys = [f"service.{key}" for key in file.service.model_fields_set]
-    keys += file.model_fields_set - {"plugins", "service", "models"}
+    keys += [f"memory.{key}" for key in file.memory.model_fields_set]
+    keys += file.model_fields_set - {"plugins", "service", "memory", "models"}
     is_none_meant = origin == "code" or "LLMAAS_PLUGINS" in environ
     origins = dict.fromkeys(keys, origin)
     unknown = tuple(filter(_is_unknown, sorted(environ)))
-    return Config(file.on_error, plugins, service, models, origins, path, is_none_meant, unknown)
+    return Config(
+        file.on_error, plugins, service, file.memory, models, origins, path, is_none_meant, unknown
+    )
 
 
 def _absolute(model: str) -> str:

@@ -14,18 +14,30 @@ from __future__ import annotations
 import weakref
 from typing import Protocol, TypeVar
 
+from llmaas_plugins.machine import available_bytes
+
 __all__ = [
+    "SPARE_BYTES",
     "Limit",
     "User",
     "add_limit",
     "add_user",
+    "budget",
     "grant",
+    "has_other_limits",
+    "obtainable_bytes",
     "promised",
     "releasable",
     "release",
     "remove_limit",
     "room",
+    "set_budget",
 ]
+
+SPARE_BYTES = 6 << 20
+"""Reserve for memory that nobody asks for: the app's own objects, the logits of a batch."""
+_SHARE = 0.9
+"""Share of the available memory to use; the rest is left to other processes."""
 
 
 class Limit(Protocol):
@@ -57,6 +69,23 @@ _T = TypeVar("_T")
 
 _limits: set[weakref.ref[Limit]] = set()
 _users: set[weakref.ref[User]] = set()
+_budget: int | None = None
+
+
+def obtainable_bytes() -> int:
+    """Return the bytes that the process may use now if no budget is set."""
+    return int(_SHARE * available_bytes())
+
+
+def set_budget(n_bytes: int | None) -> None:
+    """Set the memory budget of the process; None for none. Limits keep it."""
+    global _budget  # noqa: PLW0603  it belongs to the process
+    _budget = n_bytes
+
+
+def budget() -> int | None:
+    """Return the memory budget of the process, or None."""
+    return _budget
 
 
 def add_limit(limit: Limit) -> None:
@@ -72,6 +101,11 @@ def remove_limit(limit: Limit) -> None:
 def add_user(user: User) -> None:
     """Let limits count the memory of ``user``, as long as it lives."""
     _users.add(weakref.ref(user, _users.discard))
+
+
+def has_other_limits(limit: Limit) -> bool:
+    """Return whether users ask other limits than this one."""
+    return any(one is not limit for one in _alive(_limits))
 
 
 def room() -> int | None:

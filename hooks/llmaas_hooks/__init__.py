@@ -36,6 +36,7 @@ from llmaas_hooks.errors import (
 )
 from llmaas_hooks.manager import HookManager
 from llmaas_hooks.markers import NAME, hookimpl
+from llmaas_hooks.memory import MemoryClaim
 from llmaas_hooks.native import (
     AttentionDensity,
     CellMemory,
@@ -95,6 +96,7 @@ __all__ = [
     "LlmaasError",
     "LogitsView",
     "LowRank",
+    "MemoryClaim",
     "ModelFile",
     "ModelLoad",
     "NativeContext",

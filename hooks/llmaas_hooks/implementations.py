@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import pluggy
 
+from llmaas_hooks.memory import MemoryClaim
 from llmaas_hooks.native import WeightClaim
 from llmaas_hooks.promises import LevelTimes, RequestCost
 from llmaas_hooks.types import KVRestored, Levels
@@ -140,6 +142,19 @@ def _check_claims(result: Any, _: Mapping[str, Any]) -> None:
         raise _wrong(result, "list of WeightClaim")
 
 
+def _check_memory(result: Any, _: Mapping[str, Any]) -> None:
+    if not isinstance(result, list) or not all(isinstance(one, MemoryClaim) for one in result):
+        raise _wrong(result, "list of MemoryClaim")
+    for one in result:
+        points = [(0, 0.0), *one.saved]
+        is_ascending = all(a <= c and b <= d for (a, b), (c, d) in itertools.pairwise(points))
+        if not (one.held >= 0 and one.most >= 0 and is_ascending and points[-1][1] < math.inf):
+            raise TypeError(
+                f"returned a claim of {one.owner!r} with {one.held} of {one.most} bytes, expected "
+                "sizes of at least 0, and points that ascend from (0, 0) on"
+            )
+
+
 def _check_freed(result: Any, _: Mapping[str, Any]) -> None:
     if not isinstance(result, int):
         raise _wrong(result, "int")
@@ -163,5 +178,6 @@ _CHECKS: Mapping[str, Check] = {
     "llmaas_cost": _check_cost,
     "llmaas_level": _check_levels,
     "llmaas_status": _check_report,
+    "llmaas_memory": _check_memory,
     "llmaas_weights": _check_claims,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from llmaas_hooks.errors import PluginError, UnmetBudgetError
 from llmaas_hooks.failures import Failures
 from llmaas_hooks.implementations import Implementation, running
 from llmaas_hooks.markers import NAME
+from llmaas_hooks.memory import MemoryClaim
 from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
 from llmaas_hooks.promises import RequestCost
 from llmaas_hooks.request_scope import RequestScope
@@ -249,6 +251,11 @@ class HookManager:
     def request_end(self, request: Request, stats: RequestStats) -> None:
         """Fire ``llmaas_request_end``."""
         self._call("llmaas_request_end", request=request, stats=stats)
+
+    def memory(self) -> list[MemoryClaim]:
+        """Fire ``llmaas_memory``; return the claims of all plugins."""
+        claims = self._call("llmaas_memory", raises=False)
+        return list(itertools.chain.from_iterable(claims.values()))
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Fire ``llmaas_status``; return reports by plugin, ``{"error": …}`` for a failed one."""

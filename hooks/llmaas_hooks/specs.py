@@ -19,6 +19,7 @@ from llmaas_hooks.markers import hookspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from llmaas_hooks.memory import MemoryClaim
     from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
     from llmaas_hooks.promises import RequestCost
     from llmaas_hooks.request_scope import RequestScope
@@ -45,6 +46,7 @@ __all__ = [
     "llmaas_kv_save",
     "llmaas_level",
     "llmaas_logits",
+    "llmaas_memory",
     "llmaas_model_load",
     "llmaas_model_path",
     "llmaas_native_context",
@@ -289,6 +291,19 @@ def llmaas_request_end(request: Request, stats: RequestStats) -> None:
     When: after ``llmaas_kv_save``, once for every request, also where that hook is not called.
     Thread: as for ``llmaas_kv_save``, or as for ``llmaas_context_free``. Cost: microseconds.
     Errors: with ``on_error = "log"`` the first error is logged; later ones are counted.
+    """
+
+
+@hookspec
+def llmaas_memory() -> list[MemoryClaim]:
+    """Tell which memory the plugin can give back, or make use of, and what it is worth.
+
+    When: twice a second while the configuration has a memory budget. Thread: one of its own, while
+        requests may be running.
+    Cost: at most a millisecond.
+    Returns: the claims; an empty list while the plugin holds no memory. Their memory is resized
+        (``MemoryClaim.resize``) where another division saves more time.
+    Errors: always logged; the plugin's memory is left as it is.
     """
 
 

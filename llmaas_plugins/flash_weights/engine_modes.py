@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from llmaas_plugins import process_memory
 from llmaas_plugins.flash_weights.disk import Disk
 from llmaas_plugins.flash_weights.locality import (
     Reads,
@@ -14,7 +15,6 @@ from llmaas_plugins.flash_weights.locality import (
     expected_reads,
     use_rates,
 )
-from llmaas_plugins.flash_weights.memory import SPARE_BYTES
 from llmaas_plugins.flash_weights.model_sizes import ModelSizes
 
 __all__ = [
@@ -102,7 +102,7 @@ def fixed_bytes(sizes: ModelSizes, process: int) -> int:
     Compute buffers are not counted: decoding releases them.
     """
     own = sizes.resident + sizes.kv + sizes.app + sizes.work
-    return process + own + SPARE_BYTES
+    return process + own + process_memory.SPARE_BYTES
 
 
 def _through(sizes: ModelSizes, keeps: Cache | None, arena: int) -> int:

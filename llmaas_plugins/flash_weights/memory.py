@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from llmaas_hooks import UnmetBudgetError
 from llmaas_plugins import process_memory
 
-__all__ = ["MARGIN_BYTES", "SPARE_BYTES", "Needs", "needed_by", "require", "shares"]
+__all__ = ["MARGIN_BYTES", "Needs", "needed_by", "require", "shares"]
 
-SPARE_BYTES = 6 << 20
-"""Reserve for memory that grows beside weights: the app's own objects, the logits of a batch."""
 MARGIN_BYTES = 1 << 20
 """Bytes that other plugins leave to streamed models, because the process grows a little between
 two looks at it."""
@@ -85,8 +83,8 @@ def shares(budget: int, others: int, models: Sequence[Needs]) -> list[int]:
     Raises:
         UnmetBudgetError: The budget cannot be met.
     """
-    require(budget, others, SPARE_BYTES + needed_by(models))
-    room = budget - others - SPARE_BYTES - sum(one.passing for one in models)
+    require(budget, others, process_memory.SPARE_BYTES + needed_by(models))
+    room = budget - others - process_memory.SPARE_BYTES - sum(one.passing for one in models)
     # Bisect for the share of its weights that each model keeps, so that growth fits, too.
     low, high = 0.0, 1.0
     if sum(_space(one, high) for one in models) > room:

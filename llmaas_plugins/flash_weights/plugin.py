@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import (
@@ -22,6 +21,7 @@ from llmaas_hooks import (
     ContextCreate,
     DecodeStep,
     LogitsView,
+    MemoryClaim,
     ModelFile,
     ModelLoad,
     NativeContext,
@@ -41,6 +41,7 @@ from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
 from llmaas_plugins.flash_weights.residency import Residency
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
 from llmaas_plugins.machine import drop_cached, release_memory, resident_bytes
+from llmaas_plugins.model.cell_sizes import all_cell_bytes, cell_bytes, n_ctx_of
 from llmaas_plugins.model.digest import files_now
 from llmaas_plugins.sizes import memory_bytes
 
@@ -168,7 +169,7 @@ class FlashWeights:
                 loading = self._loads[load.path]
                 self._growth[load] = _with_room(lambda: self._reserve(create, loading))
         else:
-            self._residency.relieve(_all_cell_bytes(create))
+            self._residency.relieve(all_cell_bytes(create))
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
@@ -235,6 +236,11 @@ class FlashWeights:
         self._residency.remove(ctx)
 
     @hookimpl
+    def llmaas_memory(self) -> list[MemoryClaim]:
+        """Tell what kept weights save."""
+        return self._residency.claims()
+
+    @hookimpl
     def llmaas_shutdown(self) -> None:
         """Limit the process no longer."""
         process_memory.remove_limit(self._residency)
@@ -295,13 +301,13 @@ class FlashWeights:
         Raises:
             UnmetBudgetError: The memory cannot be released.
         """
-        params, residency, n_ctx = create.params, self._residency, _n_ctx(create)
+        params, residency, n_ctx = create.params, self._residency, n_ctx_of(create)
         sizes = sizes_of(
             loading.tensors,
             loading.metadata,
             n_ctx,
             n_batch=int(params.n_ubatch) or int(params.n_batch),
-            cell_bytes=_cell_bytes(params),
+            cell_bytes=cell_bytes(params),
             is_flash=params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
         )
         with residency.lock:
@@ -379,22 +385,3 @@ def _with_room(attempt: Callable[[], _T]) -> _T:
             if not process_memory.release(error.missing + MARGIN_BYTES):
                 raise
     return attempt()
-
-
-def _n_ctx(create: ContextCreate) -> int:
-    return int(create.params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
-
-
-def _all_cell_bytes(create: ContextCreate) -> int:
-    """Estimate the bytes of a new context's cells, assuming that all layers are alike."""
-    model = create.model
-    n_embd, n_head = llama_cpp.llama_model_n_embd(model), llama_cpp.llama_model_n_head(model)
-    width = llama_cpp.llama_model_n_head_kv(model) * n_embd // max(1, n_head)
-    n_values = llama_cpp.llama_model_n_layer(model) * width * _n_ctx(create)
-    return int(n_values * _cell_bytes(create.params))
-
-
-def _cell_bytes(params: Any) -> float:
-    """Return the bytes of one key value and one value value together."""
-    sizes = (GGML_QUANT_SIZES[GGMLQuantizationType(int(t))] for t in (params.type_k, params.type_v))
-    return sum(n_bytes / n_values for n_values, n_bytes in sizes)

@@ -10,32 +10,25 @@ from typing import Any
 
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import FileWeights, NativeContext, UnmetBudgetError, forks
+from llmaas_hooks import FileWeights, MemoryClaim, NativeContext, UnmetBudgetError, forks
 from llmaas_plugins import process_memory
 from llmaas_plugins.flash_weights.memory import (
     MARGIN_BYTES,
-    SPARE_BYTES,
     Needs,
     needed_by,
     require,
     shares,
 )
-from llmaas_plugins.machine import available_bytes, resident_bytes
+from llmaas_plugins.flash_weights.savings import Seen, WeightSavings
+from llmaas_plugins.machine import resident_bytes
 
-__all__ = ["Residency", "default_budget"]
+__all__ = ["Residency"]
 
 _log = logging.getLogger("llmaas.flash_weights")
 
-_SHARE = 0.9
-"""Share of the available memory to use; the rest is left to other processes."""
 _STEP = 2 << 20
 """Least change of a model's kept weights that is worth the reading."""
 _EVERY_S = 0.25
-
-
-def default_budget() -> int:
-    """Return the bytes that the process may use now if no budget is set."""
-    return int(_SHARE * available_bytes())
 
 
 @dataclass(slots=True)
@@ -43,6 +36,7 @@ class _Model:
     """Streamed model.
 
     Attributes:
+        savings: Time that kept weights of all models save.
         contexts: Contexts of the model, by address.
         growth: Bytes of compute buffers that each context without a batch so far will touch.
         beside: Other bytes that such a context will take at its first batch.
@@ -55,6 +49,7 @@ class _Model:
         n_tokens: Number of tokens in these batches.
     """
 
+    savings: WeightSavings
     contexts: dict[int, NativeContext] = field(default_factory=dict)
     growth: dict[int, int] = field(default_factory=dict)
     beside: dict[int, int] = field(default_factory=dict)
@@ -64,6 +59,7 @@ class _Model:
     untouched: int = 0
     n_batches: int = 0
     n_tokens: int = 0
+    _told: Seen = field(default_factory=Seen)
 
     @property
     def weights(self) -> FileWeights:
@@ -79,6 +75,9 @@ class _Model:
         """Refresh the figures of the weights, and the untouched bytes of the contexts."""
         with contextlib.suppress(ReferenceError):  # the garbage collector freed a context meanwhile
             self.seen = self.weights.stats()
+            seen = Seen(self.seen["stalled_ns"], self.n_batches)
+            self.savings.saw(self._told, seen, self.seen["bytes"], self.seen["kept_bytes"])
+            self._told = seen
             self.untouched = sum(
                 _untouched_bytes(context)
                 for ctx, context in list(self.contexts.items())
@@ -111,6 +110,7 @@ class Residency:
         self._budget = budget
         self._arena = arena
         self._models: dict[int, _Model] = {}
+        self._savings = WeightSavings()
         self._is_crowded = False
         self._looked_at = 0.0
         self._unstreamed: dict[int, NativeContext] = {}
@@ -124,8 +124,8 @@ class Residency:
 
     @property
     def is_set(self) -> bool:
-        """Whether the user set the budget; otherwise it follows the system."""
-        return self._budget is not None
+        """Whether the user set a budget; otherwise it follows the system."""
+        return self._budget is not None or process_memory.budget() is not None
 
     def set_budget(self, n_bytes: int | None) -> None:
         """Change the memory budget; excess memory is released before this method returns.
@@ -135,7 +135,8 @@ class Residency:
         """
         with self.lock:
             self.look()
-            require(self._bytes_of(n_bytes), self.others(), SPARE_BYTES + self.needed())
+            needed = process_memory.SPARE_BYTES + self.needed()
+            require(self._bytes_of(n_bytes), self.others(), needed)
             self._budget = n_bytes
             self.share(waits=True)
 
@@ -156,7 +157,7 @@ class Residency:
             UnmetBudgetError: The budget cannot be met.
         """
         with self.lock:
-            model = self._models.setdefault(context.model, _Model())
+            model = self._models.setdefault(context.model, _Model(self._savings))
             model.contexts[context.ctx] = context
             model.growth[context.ctx], model.beside[context.ctx] = growth, beside
             model.weights.set_memory(model.kept, self._arena)
@@ -244,11 +245,11 @@ class Residency:
         Weights make room for them down to their least bytes. The result is negative if the budget
         is exceeded.
         """
-        if self._budget is None:
+        if not self.is_set:
             return None
         with self.lock:
             taken = self.others() + self.needed() + sum(self._untouched.values())
-            return self._budget - SPARE_BYTES - MARGIN_BYTES - taken
+            return self.budget - process_memory.SPARE_BYTES - MARGIN_BYTES - taken
 
     def grant(self, n_bytes: int) -> int:
         """Let weights make room for up to ``n_bytes`` more; return the bytes that may be taken.
@@ -264,6 +265,27 @@ class Residency:
                 except UnmetBudgetError:  # a batch that just ended took more
                     return n_bytes if room is None else 0
             return granted
+
+    def claims(self) -> list[MemoryClaim]:
+        """Return the claim of the kept weights beyond the least, or no claim without a model."""
+        with self.lock:
+            models = [model.seen for model in self._models.values() if model.seen]
+            total = sum(seen["bytes"] for seen in models)
+            held = sum(max(0, seen["kept_bytes"] - seen["least_bytes"]) for seen in models)
+            most = sum(seen["bytes"] - seen["least_bytes"] for seen in models)
+            saved_s = most * self._savings.saved_s(total)
+        if not models:
+            return []
+        points = ((0, 0.0), (most, saved_s))
+        return [MemoryClaim("weights kept in memory", held, most, points, self._take_rest)]
+
+    def _take_rest(self, n_bytes: int) -> None:
+        """Keep the weights that fit into what others leave now."""
+        del n_bytes
+        with self.lock:
+            if self._models:
+                self.look()
+                self.share(waits=True)
 
     def relieve(self, n_bytes: int = 0) -> None:
         """Let others release what exceeds the budget before something takes ``n_bytes`` more.
@@ -308,7 +330,8 @@ class Residency:
             ]
 
     def _bytes_of(self, budget: int | None) -> int:
-        return default_budget() if budget is None else int(budget)
+        set_ones = [n for n in (budget, process_memory.budget()) if n is not None]
+        return min(set_ones, default=None) or process_memory.obtainable_bytes()
 
     def _needs(self, models: list[_Model]) -> list[Needs]:
         return [model.needs(self._arena) for model in models]

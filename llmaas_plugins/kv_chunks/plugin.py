@@ -21,6 +21,7 @@ from llmaas_hooks import (
     DecodeStep,
     Engine,
     KVRestored,
+    MemoryClaim,
     ModelLoad,
     NativeContext,
     Request,
@@ -216,6 +217,11 @@ class KVChunks:
     def llmaas_request_end(self, stats: RequestStats) -> None:
         """Count requests and the prompt tokens that they reused."""
         self._counters.request(stats)
+
+    @hookimpl
+    def llmaas_memory(self) -> list[MemoryClaim]:
+        """Tell what contexts in RAM save."""
+        return [self._store.claim()] if "_store" in self.__dict__ else []
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from preparing import prepare
 from soak import scale
 
 from llmaas_hooks import LlmaasError
-from llmaas_plugins.flash_weights.memory import MARGIN_BYTES, SPARE_BYTES
+from llmaas_plugins.flash_weights.memory import MARGIN_BYTES
+from llmaas_plugins.process_memory import SPARE_BYTES
 
 SECONDS = scale(5, 300)  # six parts of `make soak` with all four plugins
 KV_SECONDS = scale(5, 120)

@@ -87,8 +87,8 @@ def plan(args: argparse.Namespace) -> int:
     """Predict the time for a token in each mode, and recommend a mode."""
     from llmaas_plugins.flash_weights.model_sizes import metadata_of, sizes_of
     from llmaas_plugins.flash_weights.planner import check_budget, make_plan
-    from llmaas_plugins.flash_weights.residency import default_budget
     from llmaas_plugins.machine import release_memory, resident_bytes
+    from llmaas_plugins.process_memory import obtainable_bytes
 
     tensors = tensors_of(args.model)
     source, notes = _source(args.model, tensors)
@@ -99,7 +99,7 @@ def plan(args: argparse.Namespace) -> int:
     sizes = sizes_of(tensors, metadata_of(args.model), args.context, group_layers)
     budget = args.memory_budget
     if budget is None:
-        budget = default_budget() // _MIB * _MIB
+        budget = obtainable_bytes() // _MIB * _MIB
         notes.append(
             f"This plan is for {budget // _MIB} MiB, nine tenths of the memory that is available "
             "now: the budget where memory_budget is not set. `--memory-budget` plans for another."

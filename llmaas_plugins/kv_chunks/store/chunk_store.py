@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import Tokens, forks
+from llmaas_hooks import MemoryClaim, Tokens, forks
 from llmaas_plugins import _native
 from llmaas_plugins._native import Budget
 from llmaas_plugins.kv_chunks.store.chunk_ids import ChunkId
@@ -25,6 +25,7 @@ from llmaas_plugins.kv_chunks.store.eviction import EvictionPolicy
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
+from llmaas_plugins.kv_chunks.store.reuse import MissCosts, ReuseCurve
 from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree, PrefixMatch
 from llmaas_plugins.signals import signals_wait
 
@@ -70,6 +71,7 @@ class ChunkStore(forks.Forked):
         self.space = RamSpace(self._residency, self._writer)
         self.reader = ChunkReader(self._residency, self.space)
         self._layouts: dict[bytes, str] = {}
+        self._reuse = ReuseCurve()
         forks.watch(self)
 
     @property
@@ -219,6 +221,29 @@ class ChunkStore(forks.Forked):
         """Set the chunks of the context that ``owner`` runs, which leave RAM last (LLMS §3.4)."""
         with self._residency.changing():
             self._residency.lock_working_set(owner, filter(None, chunks))
+
+    # -- memory of the process ------------------------------------------------------------------
+
+    def record_use(self, ids: Sequence[ChunkId], wanted: range, costs: MissCosts) -> None:
+        """Record what a request used, for the worth of RAM.
+
+        Args:
+            ids: Identities of the request's chunks.
+            wanted: Indices of those that could be used again.
+            costs: Time that they take if they are not in RAM.
+        """
+        seconds = (costs.byte_s, 0.0) if self._writer is not None else (0.0, costs.chunk_s)
+        with self._residency.lock:
+            self._reuse.wanted([ids[i].key for i in wanted if i < len(ids)], *seconds)
+            self._reuse.used([chunk for chunk in self.find(ids) if chunk is not None])
+
+    def claim(self) -> MemoryClaim:
+        """Return the claim of the chunks in RAM, beyond the transfer buffers."""
+        most = max(0, self._residency.ram.capacity - self.space.buffer_bytes)
+        with self._residency.lock:
+            points = self._reuse.points(most)
+        process = self.space.process
+        return MemoryClaim("contexts in RAM", process.held_bytes, most, points, process.allow)
 
     # -- eviction, end ----------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class ProcessShare:
         self._residency = residency
         self._writer = writer
         self.buffer_bytes = 0
+        self._allowed: int | None = None
         self._claiming = forks.lock()  # never taken by release(), which a limit calls
         if process_memory.room() is not None:
             residency.lend(_LIMIT, residency.ram.capacity)
@@ -61,7 +62,7 @@ class ProcessShare:
         The result is negative if the process exceeds its limit: by so much the tier must shrink.
         """
         room = process_memory.room() if self.withheld_bytes else None
-        return self.withheld_bytes if room is None else min(self.withheld_bytes, room)
+        return self._obtainable() if room is None else min(self._obtainable(), room)
 
     def claim(self, n_bytes: int) -> None:
         """Ask for withheld bytes if the tier has fewer than ``n_bytes`` free. Hold no lock."""
@@ -73,9 +74,27 @@ class ProcessShare:
                 missing = page_round(n_bytes) - (ram.usable_bytes - ram.used_bytes)
             if missing <= 0:
                 return
-            granted = process_memory.grant(min(self.withheld_bytes, max(missing, _STEP)))
+            granted = process_memory.grant(min(self._obtainable(), max(missing, _STEP)))
             with self._residency.changing():
                 self._withhold(max(0, self.withheld_bytes - granted // PAGE * PAGE))
+
+    def allow(self, n_bytes: int) -> None:
+        """Let chunks take up to ``n_bytes``, and give back what they have beyond."""
+        self._allowed = n_bytes
+        excess = self.releasable_bytes - n_bytes
+        if excess > 0:
+            self.release(excess)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that chunks may take without asking again whether they may."""
+        return self.releasable_bytes if self._allowed is None else self._allowed
+
+    def _obtainable(self) -> int:
+        """Return the withheld bytes that chunks are allowed to take."""
+        if self._allowed is None:
+            return self.withheld_bytes
+        return max(0, min(self.withheld_bytes, self._allowed - self.releasable_bytes))
 
     def release(self, n_bytes: int) -> int:
         """Give memory back to the process; return how much.

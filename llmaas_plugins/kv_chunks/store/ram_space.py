@@ -18,13 +18,17 @@ __all__ = ["RamSpace"]
 
 
 class RamSpace:
-    """Allocator of RAM-tier bytes, which writes chunks to disk to evict them. Thread-safe."""
+    """Allocator of RAM-tier bytes, which writes chunks to disk to evict them. Thread-safe.
+
+    Attributes:
+        process: Part of the tier that the memory limit of the process leaves to it.
+    """
 
     def __init__(self, residency: ChunkResidency, writer: ChunkWriter | None) -> None:
         """Start without buffers; ``writer`` is None without a disk tier."""
         self._residency = residency
         self._writer = writer
-        self._process = ProcessShare(residency, writer)
+        self.process = ProcessShare(residency, writer)
         self._closed_owners: deque[Hashable] = deque()
 
     @property
@@ -35,18 +39,18 @@ class RamSpace:
     @property
     def capacity(self) -> int:
         """Bytes of the RAM tier that it has or gets within the memory limit of the process."""
-        mine = self._residency.ram.capacity - self._process.withheld_bytes
-        return max(0, mine + self._process.claimable())
+        mine = self._residency.ram.capacity - self.process.withheld_bytes
+        return max(0, mine + self.process.claimable())
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all transfer buffers."""
-        return self._process.buffer_bytes
+        return self.process.buffer_bytes
 
     @property
     def withheld_bytes(self) -> int:
         """Bytes of the RAM tier that the memory limit of the process does not leave to it."""
-        return self._process.withheld_bytes
+        return self.process.withheld_bytes
 
     @signals_wait()
     def allocate_buffer(self, n_bytes: int) -> NDArray[np.uint8] | None:
@@ -54,7 +58,7 @@ class RamSpace:
         offset = self.reserve(n_bytes)
         if offset is None:
             return None
-        self._process.buffer_bytes += n_bytes
+        self.process.buffer_bytes += n_bytes
         with self._residency.changing():
             self._residency.ram.keep(offset)
         return self._residency.ram.view(offset, n_bytes)
@@ -65,7 +69,7 @@ class RamSpace:
         with self._residency.changing():
             ram = self._residency.ram
             ram.cancel(int(area.ctypes.data) - ram.address(0), len(area))
-        self._process.buffer_bytes -= len(area)
+        self.process.buffer_bytes -= len(area)
 
     def close_owner(self, owner: Hashable) -> None:
         """Note that ``owner`` is gone, so that its working set and its loan can be dropped.
@@ -81,7 +85,7 @@ class RamSpace:
         The result is negative if the contexts in use do not all fit.
         """
         self.remove_closed_owners()
-        claimable = self._process.claimable()
+        claimable = self.process.claimable()
         with self._residency.lock:
             ram = self._residency.ram
             usable = ram.usable_bytes + self._residency.lent(owner) + claimable
@@ -90,7 +94,7 @@ class RamSpace:
     def lend(self, owner: Hashable, n_bytes: int) -> int:
         """Lend RAM-tier bytes to ``owner``, evicting chunks if needed; return the bytes lent."""
         self.remove_closed_owners()
-        self._process.claim(n_bytes - self._residency.lent(owner))
+        self.process.claim(n_bytes - self._residency.lent(owner))
         for flushed in (False, True):
             with self._residency.changing():
                 is_met = self._residency.lend(owner, n_bytes)
@@ -116,7 +120,7 @@ class RamSpace:
             return offsets
         try:
             self.remove_closed_owners()
-            self._process.claim(sum(map(page_round, sizes)))
+            self.process.claim(sum(map(page_round, sizes)))
             with self._residency.changing():
                 for n_bytes in sizes:
                     offset = self._residency.reserve_ram(n_bytes, None)
@@ -138,7 +142,7 @@ class RamSpace:
     def reserve(self, n_bytes: int, parent: bytes | None = None) -> int | None:
         """Reserve RAM without dropping ``parent``; write dirty chunks to disk first if needed."""
         self.remove_closed_owners()
-        self._process.claim(n_bytes)
+        self.process.claim(n_bytes)
         for flushed in (False, True):
             with self._residency.changing():
                 offset = self._residency.reserve_ram(n_bytes, parent)

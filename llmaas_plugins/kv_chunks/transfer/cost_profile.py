@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_plugins.files.json_text import parse_json
+from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
+from llmaas_plugins.kv_chunks.store.reuse import MissCosts
 from llmaas_plugins.kv_chunks.transfer.planning import LoadCosts
 
 __all__ = ["CostProfile", "LinearFit", "non_negative_least_squares"]
@@ -25,6 +27,7 @@ __all__ = ["CostProfile", "LinearFit", "non_negative_least_squares"]
 _MAX_POINTS = 64
 _MIN_READ_BYTES = 4 << 20
 _PAIRS = 4096
+_READ_BYTE_S = 1e-9
 _OUTLIER_FACTOR = 2.0
 _MIN_SECONDS, _MAX_SECONDS, _MAX_AMOUNT = 1e-7, 1e5, 1e15
 
@@ -158,6 +161,12 @@ class CostProfile:
             return None
         call, token, pairs = recompute
         return LoadCosts(call, token, pairs / _PAIRS, read[0], read[1], *self._load_costs())
+
+    def miss_costs(self) -> MissCosts:
+        """Return the time that a chunk takes if it is not in RAM, guessed until it is measured."""
+        recompute, read = self._recompute.coefficients(), self._read.coefficients()
+        byte_s = _READ_BYTE_S if read is None else float(read[1])
+        return MissCosts(byte_s, CHUNK_TOKENS * (0.0 if recompute is None else float(recompute[1])))
 
     def load_seconds(self, n_tokens: int) -> float | None:
         """Predict the seconds to load tokens from RAM alone; None while nothing is known."""

@@ -11,6 +11,7 @@ import numpy as np
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import Engine, RequestCost, Tokens, common_prefix
+from llmaas_plugins import process_memory
 from llmaas_plugins.kv_chunks.compression.bit_allocator import AttentionSums
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, chain, chunk_key
 from llmaas_plugins.kv_chunks.transfer.cell_layout import CellLayout
@@ -49,6 +50,7 @@ class Transfer:
         self._profile = CostProfile(self._store.layout(self._profile_key))
         self._saver = ChunkSaver(engine, self._cells, self._layout, parts)
         self._loader = CellLoader(engine, self._cells, self._layout, self._profile, parts)
+        self._wanted = range(0)  # chunks that the last request could use again
         self._owner = object()  # identifies this engine's working set
         weakref.finalize(self, self._store.space.close_owner, self._owner)
 
@@ -76,6 +78,9 @@ class Transfer:
         if self._bit_allocator is not None and bits is not None and geometry is not None:
             self._bit_allocator.apply(ids, bits, attention, geometry)
         self._store.compact()
+        if process_memory.budget() is not None:
+            self._store.record_use(ids, self._wanted, self._profile.miss_costs())
+            self._wanted = range(0)
         self._store.touch(ids)
         self._store.lock_working_set(self._owner, self._store.find(ids))
         if context_id is not None:
@@ -133,6 +138,7 @@ class Transfer:
             is_emptied = True
             self._empty()
         n_present = n_taken or n_common
+        self._wanted = range(n_present // CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
         match = self._store.match(root, prompt)
         is_open = self._loader.open(root)
         self._store.lock_working_set(self._owner, match.path)

@@ -9,8 +9,9 @@ import pytest
 
 from llmaas_hooks import BudgetError, ConfigError
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
-from llmaas_plugins.flash_weights.memory import SPARE_BYTES, Needs, needed_by, shares
+from llmaas_plugins.flash_weights.memory import Needs, needed_by, shares
 from llmaas_plugins.flash_weights.plugin import FlashWeights
+from llmaas_plugins.process_memory import SPARE_BYTES
 
 MIB = 1 << 20
 

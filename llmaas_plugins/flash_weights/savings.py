@@ -1,0 +1,55 @@
+"""Time that weights kept in memory save, measured by the waits for the others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llmaas_plugins.memory.recent import TIME_S, RecentSums
+
+__all__ = ["Seen", "WeightSavings"]
+
+_STALLED, _MISSED, _PASSED = range(3)
+_FIRST_S = 1e-9
+"""Seconds to wait for a byte that is not kept, until waits were measured."""
+
+
+class Seen(NamedTuple):
+    """Figures of a streamed model since it was loaded.
+
+    Attributes:
+        stalled_ns: Time that computing waited for weights.
+        n_batches: Number of batches, each of which passes through all weights.
+    """
+
+    stalled_ns: int = 0
+    n_batches: int = 0
+
+
+class WeightSavings:
+    """Estimate of the seconds saved a second by each byte of kept weights.
+
+    A byte that is kept need not be waited for in any pass through the weights. The wait for a byte
+    is the recent time of all waits, divided by the bytes that were not kept in each pass. If
+    computing takes longer than reading, nothing waits, and more memory saves nothing.
+    """
+
+    def __init__(self) -> None:
+        """Start without measurements."""
+        self._sums = RecentSums(3)
+        self._byte_s = _FIRST_S
+
+    def saw(self, before: Seen, now: Seen, n_bytes: int, kept: int) -> None:
+        """Record what a model of ``n_bytes`` did while it kept ``kept`` of them."""
+        n_passes = now.n_batches - before.n_batches
+        if n_passes <= 0:
+            return
+        self._sums.add(_STALLED, (now.stalled_ns - before.stalled_ns) / 1e9)
+        self._sums.add(_MISSED, n_passes * (n_bytes - kept))
+        self._sums.add(_PASSED, n_passes * n_bytes)
+
+    def saved_s(self, n_bytes: int) -> float:
+        """Return the seconds saved a second by each byte, if all models have ``n_bytes``."""
+        stalled_s, missed, passed = self._sums.now()
+        if missed > n_bytes / 100:  # otherwise nearly everything was kept, and says nothing
+            self._byte_s = stalled_s / missed
+        return float(self._byte_s * passed / max(1, n_bytes) / TIME_S)

@@ -1,0 +1,94 @@
+"""Divide memory among claims by the time that it saves.
+
+Each claim tells its savings as a curve. Curves may have cliffs: contexts that are used in turn
+save nothing until all of them fit. Memory is therefore not given byte by byte to the claim whose
+next byte saves most. Each step gives to one claim the amount that saves most time for each byte,
+however large, if it still fits (Qureshi and Patt, "Utility-Based Cache Partitioning", MICRO 2006,
+Algorithm 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import MemoryClaim
+
+__all__ = ["STEP", "Values", "divide", "saved_s", "values"]
+
+STEP = 2 << 20
+"""Bytes that are divided at a time."""
+
+
+class Values(NamedTuple):
+    """Worth of a claim's memory.
+
+    Attributes:
+        last: Seconds saved a second by each MiB of the last ones.
+        next: Seconds that each MiB of the next ones would save in a second.
+    """
+
+    last: float
+    next: float
+
+
+def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
+    """Return the bytes for each claim, at most ``n_bytes`` together.
+
+    Memory that saves no time stays where it is. If there is more, the first claims get it.
+    """
+    n_left = max(0, n_bytes) // STEP
+    curves = [_curve(claim) for claim in claims]
+    given = [0] * len(claims)
+    while n_left:
+        found = [_best(curve[n : n + n_left + 1]) for curve, n in zip(curves, given, strict=True)]
+        best = max(range(len(found)), key=lambda i: found[i][0], default=None)
+        if best is None or not found[best][0]:
+            break
+        given[best] += found[best][1]
+        n_left -= found[best][1]
+    for bounds in ([claim.held for claim in claims], [claim.most for claim in claims]):
+        for i, bound in enumerate(bounds):
+            more = min(n_left, max(0, min(bound, claims[i].most) // STEP - given[i]))
+            given[i] += more
+            n_left -= more
+    return [min(n * STEP, claim.most) for n, claim in zip(given, claims, strict=True)]
+
+
+def saved_s(claims: Sequence[MemoryClaim], sizes: Sequence[int]) -> float:
+    """Return the seconds saved a second if the claims have memory of these sizes, in bytes."""
+    return sum(_at(claim, size) for claim, size in zip(claims, sizes, strict=True))
+
+
+def values(claim: MemoryClaim) -> Values:
+    """Return what a claim's last and next bytes are worth."""
+    curve = _curve(claim)
+    n = min(claim.held // STEP, len(curve) - 1)
+    each_mib = STEP >> 20
+    return Values(_best(curve[n::-1], sign=-1)[0] / each_mib, _best(curve[n:])[0] / each_mib)
+
+
+def _curve(claim: MemoryClaim) -> NDArray[np.float64]:
+    """Return the seconds saved a second by 0, 1, … steps of memory, shape ``(n + 1,)``."""
+    sizes, seconds = np.array(claim.saved or [(0, 0.0)], dtype=np.float64).T
+    return np.interp(np.arange(claim.most // STEP + 1) * STEP, sizes, seconds)
+
+
+def _at(claim: MemoryClaim, size: int) -> float:
+    sizes, seconds = np.array(claim.saved or [(0, 0.0)], dtype=np.float64).T
+    return float(np.interp(size, sizes, seconds))
+
+
+def _best(curve: NDArray[np.float64], sign: int = 1) -> tuple[float, int]:
+    """Return the most seconds a step from the curve's first point on, and the number of steps.
+
+    With ``sign`` -1 the curve is that of a shrinking claim, and the least seconds count.
+    """
+    if len(curve) < 2:
+        return 0.0, 0
+    slopes = sign * (curve[1:] - curve[0]) / np.arange(1, len(curve))
+    n = int(slopes.argmin() if sign < 0 else slopes.argmax())
+    return max(0.0, float(slopes[n])), n + 1

@@ -1,0 +1,262 @@
+"""The memory budget of the process: kept, and divided among the plugins' claims.
+
+A thread looks twice a second at what the process takes, and at what the plugins say that memory is
+worth (``llmaas_memory``). If the process exceeds the budget, or the system has less memory left,
+memory is released at once. If another division saves more time, memory moves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llama_cpp import llama_cpp
+
+from llmaas_hooks import (
+    ConfigError,
+    ContextCreate,
+    MemoryClaim,
+    UnmetBudgetError,
+    forks,
+    hookimpl,
+)
+from llmaas_plugins import process_memory
+from llmaas_plugins.failure_log import FailureLog
+from llmaas_plugins.machine import resident_bytes
+from llmaas_plugins.memory.division import divide, saved_s, values
+from llmaas_plugins.model.cell_sizes import all_cell_bytes, n_ctx_of
+from llmaas_plugins.sizes import memory_bytes
+
+__all__ = ["SharedMemory"]
+
+_log = logging.getLogger("llmaas.memory")
+
+_EVERY_S = 0.5
+_PAUSE_S = 15.0
+"""Least time between two moves: read-in weights and refilled contexts cost time, too."""
+_GAIN, _LEAST_GAIN_S = 1.1, 1e-3
+"""A move must save so many times what the present division saves, and so many more seconds a
+second. It would otherwise follow noise."""
+_SHOWN_MOVES = 8
+
+
+class SharedMemory(forks.Forked):
+    """Plugin that keeps the memory budget of the process and divides it."""
+
+    def __init__(self, budget: int, claims: Callable[[], list[MemoryClaim]]) -> None:
+        """Set the budget, and start to divide it with the first context.
+
+        Args:
+            budget: Memory of the process, in bytes.
+            claims: Function that asks all plugins (``HookManager.memory``).
+        """
+        self._budget = budget
+        self._claims = claims
+        self._lock = forks.lock()
+        self._moved_at = -_PAUSE_S
+        self._moves: deque[dict[str, Any]] = deque(maxlen=_SHOWN_MOVES)
+        self._n_moves = 0
+        self._failures = FailureLog(_log, logging.WARNING)
+        self._ended: threading.Event | None = None
+        process_memory.set_budget(budget)
+        process_memory.add_limit(self)
+        forks.watch(self)
+
+    def set_budget(self, budget: int | str) -> None:
+        """Change the memory budget. It is met when this method returns.
+
+        Args:
+            budget: New budget, in bytes or as ``budget`` in the configuration.
+
+        Raises:
+            ConfigError: The budget is neither a size nor a share. Nothing was changed.
+            UnmetBudgetError: The budget cannot be met. The old one is in force again.
+        """
+        try:
+            n_bytes = memory_bytes(budget)
+        except ValueError as error:
+            raise ConfigError(f"the memory budget: {error}, found {budget!r}") from error
+        with self._lock:
+            old, self._budget = self._budget, n_bytes
+            try:
+                self._obey()
+            except UnmetBudgetError:
+                self._budget = old
+                self._obey()
+                raise
+
+    # -- limit of the process -------------------------------------------------------------------
+
+    def room(self) -> int | None:
+        """Return the bytes that others may take; None if a keeper of weights tells it instead."""
+        budget = process_memory.budget()
+        if budget is None or process_memory.has_other_limits(self):
+            return None
+        return budget - process_memory.SPARE_BYTES - resident_bytes() - process_memory.promised()
+
+    def grant(self, n_bytes: int) -> int:
+        """Return how many of ``n_bytes`` may be taken."""
+        room = self.room()
+        return n_bytes if room is None else max(0, min(n_bytes, room))
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    @hookimpl
+    def llmaas_context_create(self, create: ContextCreate) -> None:
+        """Refuse a context that does not fit into the budget with its model.
+
+        Streamed models are checked by the plugin that streams them.
+        """
+        self._start()
+        if create.load is None or not create.load.is_claimed:
+            self._require(create)
+
+    @hookimpl
+    def llmaas_status(self) -> dict[str, Any]:
+        """Report who has which memory, what it is worth, and the last moves."""
+        claims = self._claims()
+        return {
+            "budget": self._budget,
+            "in_force": process_memory.budget(),
+            "resident_bytes": resident_bytes(),
+            "claims": [_described(claim) for claim in claims],
+            "moves": self._n_moves,
+            "last_moves": list(self._moves),
+        }
+
+    @hookimpl
+    def llmaas_shutdown(self) -> None:
+        """Limit the process no longer."""
+        self._stop()
+        process_memory.remove_limit(self)
+        process_memory.set_budget(None)
+
+    # -- thread ---------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Wait until no look is going on."""
+        self._lock.acquire()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Continue; a child starts its own thread."""
+        is_running = self._ended is not None
+        self._lock.release()
+        if in_child and is_running:
+            self._ended = None
+            self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = threading.Event()
+            arguments = weakref.ref(self), self._ended
+            threading.Thread(
+                target=_watch, args=arguments, name="llmaas-memory", daemon=True
+            ).start()
+
+    def _stop(self) -> None:
+        with self._lock:
+            if self._ended is not None:
+                self._ended.set()
+
+    def look(self) -> None:
+        """Obey the budget, and move memory if that saves time."""
+        with self._lock:
+            if self._ended is None or self._ended.is_set():
+                return
+            try:
+                claims = self._obey()
+                self._divide(claims)
+            except Exception as error:  # a full disk, an unmet budget: the next look tries again
+                self._failures.failed("the memory budget: %s", error)
+            else:
+                self._failures.worked()
+
+    # -- division -------------------------------------------------------------------------------
+
+    def _obey(self) -> list[MemoryClaim]:
+        """Release what exceeds the budget or what the system can give; return all claims.
+
+        Raises:
+            UnmetBudgetError: Too little can be released.
+        """
+        process_memory.set_budget(min(self._budget, process_memory.obtainable_bytes()))
+        claims = self._claims()
+        room = process_memory.room()
+        if room is None or room >= 0:
+            return claims
+        for claim in claims:
+            claim.resize(claim.held)
+        process_memory.release(-room)
+        room = process_memory.room()
+        if room is not None and room < 0:
+            budget = process_memory.budget() or 0
+            raise _unmet(budget, budget - room, "what the process needs", -room)
+        return self._claims()
+
+    def _divide(self, claims: Sequence[MemoryClaim]) -> None:
+        room = process_memory.room()
+        if room is None or len(claims) < 2 or time.monotonic() - self._moved_at < _PAUSE_S:
+            return
+        held = [claim.held for claim in claims]
+        wanted = divide(room + process_memory.releasable(), claims)
+        now, then = saved_s(claims, held), saved_s(claims, wanted)
+        if then < max(_GAIN * now, now + _LEAST_GAIN_S):
+            return
+        self._moved_at = time.monotonic()
+        self._n_moves += 1
+        changes = list(zip(claims, held, wanted, strict=True))
+        move = {claim.owner: [was, size] for claim, was, size in changes}
+        self._moves.append({"at": time.time(), "bytes": move, "saved_s": [now, then]})
+        _log.info("memory moves to save %.1f %% of the time: %s", 100 * (then - now), move)
+        for claim, _, size in sorted(changes, key=lambda one: one[2] - one[1]):  # release first
+            claim.resize(size)
+
+    def _require(self, create: ContextCreate) -> None:
+        budget = process_memory.budget()
+        if budget is None:
+            return
+        process = max(resident_bytes(), llama_cpp.llama_model_size(create.model))
+        needed = process + process_memory.promised() + all_cell_bytes(create)
+        missing = needed + process_memory.SPARE_BYTES - budget
+        if missing > 0:
+            missing -= process_memory.release(missing)
+        if missing > 0:
+            what = f"the process with its model and a context of {n_ctx_of(create)} tokens"
+            raise _unmet(budget, budget + missing, what, missing)
+
+
+def _watch(reference: weakref.ref[SharedMemory], ended: threading.Event) -> None:
+    """Look from time to time, until the plugin ends or nobody has it."""
+    while not ended.wait(_EVERY_S):
+        one = reference()
+        if one is None:
+            return
+        one.look()
+        del one
+
+
+def _unmet(budget: int, least: int, what: str, missing: int) -> UnmetBudgetError:
+    return UnmetBudgetError(
+        f"a memory budget of {budget >> 20} MiB cannot be met, because {what} takes more; expected "
+        f"{-(-least >> 20)} MiB or more. A shorter context needs less. The plugin flash_weights "
+        "streams weights that do not fit.",
+        missing,
+    )
+
+
+def _described(claim: MemoryClaim) -> dict[str, Any]:
+    worth = values(claim)
+    return {
+        "owner": claim.owner,
+        "bytes": claim.held,
+        "most_bytes": claim.most,
+        "saved_s_by_last_mib": worth.last,
+        "saved_s_by_next_mib": worth.next,
+    }
