@@ -55,6 +55,8 @@ _OUTSIDE = 128 << 20
 """Bytes of a process beside resident weights: the interpreter, libraries, a short context."""
 _SHORTEST = 512
 """Tokens to assume for a context of unknown length: the default of ``Llama``."""
+_USUAL = 4096
+"""Tokens of a context that a budget should leave room for beside a model in memory."""
 _ATTEMPTS = 8
 """Times to let other users release memory before a shortage is reported."""
 
@@ -339,7 +341,10 @@ class FlashWeights:
     def _fits(self, model: str, tensors: Mapping[str, TensorInfo]) -> bool:
         n_bytes = sum(info.n_bytes for info in tensors.values())
         budget = self._residency.budget
-        missing = resident_bytes() + process_memory.promised() + n_bytes + _OUTSIDE - budget
+        outside = _OUTSIDE
+        if self._residency.is_set:  # the budget is kept, so a context must fit beside the weights
+            outside += sizes_of(tensors, metadata_of(Path(model)), _USUAL).kv
+        missing = resident_bytes() + process_memory.promised() + n_bytes + outside - budget
         if 0 < missing <= process_memory.releasable():
             missing -= process_memory.release(missing)
         if missing <= 0:

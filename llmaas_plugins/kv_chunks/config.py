@@ -7,11 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
+from llmaas_plugins import process_memory
 from llmaas_plugins.kv_chunks.compression.tolerance import INT8_BITS
 from llmaas_plugins.kv_chunks.store.eviction import EvictionPolicy
-from llmaas_plugins.sizes import DiskSize, MemorySize, OptionalSize
+from llmaas_plugins.sizes import DiskSize, OptionalMemorySize, OptionalSize
 
 __all__ = ["KVChunksConfig"]
+
+_RAM_BYTES = 256 << 20
 
 
 class KVChunksConfig(BaseModel):
@@ -35,10 +38,11 @@ class KVChunksConfig(BaseModel):
         le=1,
         description='Mean bits per value of a context with "tolerance", as a share of 8.',
     )
-    ram_budget: MemorySize = Field(
-        default=ByteSize(256 << 20),
+    ram_budget: OptionalMemorySize = Field(
+        default=None,
         description="Bytes for all contexts but the running one: encoded chunks in RAM, transfer "
-        "buffers and parked cells. A `memory_budget` of flash_weights may leave less.",
+        "buffers and parked cells. If unset, 256 MiB, or what `memory.budget` leaves to them. A "
+        "`memory_budget` of flash_weights may leave less, too.",
     )
     parked_tokens: int = Field(
         default=0,
@@ -80,6 +84,11 @@ class KVChunksConfig(BaseModel):
         description="Whether apps share cells and chunks of equal prefixes. Response times then "
         "reveal to one app what others asked. Contexts of the same app always share.",
     )
+
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes of RAM that contexts may take at most."""
+        return int(self.ram_budget or process_memory.budget() or _RAM_BYTES)
 
     @field_validator("levels", mode="before")
     @classmethod

@@ -275,7 +275,7 @@ class KVChunks:
         else:
             _name_older(config.store.expanduser() / SLAB)
         return ChunkStore(
-            Budget(int(config.ram_budget)),
+            Budget(config.ram_bytes),
             disk,
             eviction=config.eviction,
             write_budget=config.write_budget,

@@ -187,18 +187,17 @@ class SharedMemory(forks.Forked):
             UnmetBudgetError: Too little can be released.
         """
         process_memory.set_budget(min(self._budget, process_memory.obtainable_bytes()))
-        claims = self._claims()
-        room = process_memory.room()
-        if room is None or room >= 0:
-            return claims
-        for claim in claims:
-            claim.resize(claim.held)
-        process_memory.release(-room)
-        room = process_memory.room()
-        if room is not None and room < 0:
-            budget = process_memory.budget() or 0
+        budget, room = process_memory.budget() or 0, process_memory.room() or 0
+        if room < 0:
+            process_memory.release(-room)
+            room = process_memory.room() or 0
+        if room < 0:
             raise _unmet(budget, budget - room, "what the process needs", -room)
-        return self._claims()
+        claims = self._claims()
+        if resident_bytes() + process_memory.promised() > budget - process_memory.SPARE_BYTES:
+            for claim in claims:  # weights that make room only with the next batch
+                claim.resize(claim.held)
+        return claims
 
     def _divide(self, claims: Sequence[MemoryClaim]) -> None:
         room = process_memory.room()

@@ -89,7 +89,7 @@ def _together(kv_chunks: Any, flash_weights: Any) -> Iterator[Finding]:
     """Report a RAM budget that the memory budget of the process does not leave to contexts."""
     if kv_chunks is None or flash_weights is None or flash_weights.memory_budget is None:
         return
-    wanted, process = int(kv_chunks.ram_budget), resident_bytes()
+    wanted, process = kv_chunks.ram_bytes, resident_bytes()
     left = max(0, int(flash_weights.memory_budget) - process)
     if wanted > left:
         beside = f"beside the {process >> 20} MiB of this process without a model"

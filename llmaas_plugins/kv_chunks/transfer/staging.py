@@ -116,8 +116,8 @@ class Staging(forks.Forked):
         )
         if self._space.withheld_bytes and n_bytes <= self._space.ram_budget:
             return NoRoomNowError(
-                f"{found} now; raise plugins.flash_weights.memory_budget, which leaves no more to "
-                "it"
+                f"{found} now; raise memory.budget or plugins.flash_weights.memory_budget, which "
+                "leaves no more to it"
             )
         return BudgetError(
             f"{found}; set plugins.kv_chunks.ram_budget to at least "

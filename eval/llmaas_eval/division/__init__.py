@@ -1,0 +1,1 @@
+"""Evaluation of the memory budget: its division while requests run, against fixed divisions."""

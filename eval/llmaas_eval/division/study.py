@@ -1,0 +1,147 @@
+"""Run workloads with the memory divided as requests need it, and with fixed divisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmaas_eval.division.worker import Job, run
+from llmaas_eval.division.workloads import WORKLOADS, Turn
+from llmaas_eval.models import SHAPE_1B, SHAPE_200M, Shape, write_random_model
+from llmaas_plugins.flash_weights.packed import packed_path
+from llmaas_plugins.process_memory import SPARE_BYTES
+
+__all__ = ["SHAPES", "Setting", "Study"]
+
+SHAPES = {"200m": SHAPE_200M, "1b": SHAPE_1B}
+_LEAST_RAM = 24 << 20
+"""Bytes of transfer buffers, which every division needs."""
+_ARENA = 32 << 20
+"""Bytes that streamed weights pass through."""
+_SLACK = 16 << 20
+_CELL_VALUES, _VALUE_BYTES = 2, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Sizes of the study.
+
+    Attributes:
+        shape: Name of the model's shape.
+        n_contexts: Number of contexts.
+        n_tokens: Tokens of each before the first request.
+        n_turns: Requests of a workload, about.
+        uses_disk: Whether contexts may be stored on disk. If not, lost ones are evaluated again.
+        share: Share of the bytes of model and contexts that is their budget.
+        seed: Seed of the workloads.
+    """
+
+    shape: str
+    n_contexts: int
+    n_tokens: int
+    n_turns: int
+    uses_disk: bool
+    share: float
+    seed: int
+
+
+class Study:
+    """Runs that are kept in a folder: what was run is not run again."""
+
+    def __init__(self, folder: Path, setting: Setting) -> None:
+        """Write the model if it is missing."""
+        self._folder, self._setting = folder, setting
+        self._shape = SHAPES[setting.shape]
+        self._model = folder / f"random-{setting.shape}.gguf"
+        if not self._model.exists():
+            write_random_model(self._model, self._shape)
+        if not packed_path(self._model).exists():
+            from llmaas_plugins.cli.main import main as llmaas
+
+            llmaas(["flash", "pack", str(self._model)])
+        self._n_ctx = 256 * -(-(setting.n_tokens + 40 * setting.n_turns) // 256)
+
+    def rows(self, workloads: Sequence[str], shares: Sequence[float]) -> Iterator[dict[str, Any]]:
+        """Yield a row for each workload and division; ``share`` is None for ours.
+
+        Args:
+            workloads: Names of the workloads.
+            shares: Shares of the budget that fixed divisions give to contexts.
+        """
+        base = self._kept("base", self._base, {})["bytes"]
+        for name in workloads:
+            turns = self._turns(name)
+            for share in (None, *shares):
+                label = f"{name}-{'ours' if share is None else share}"
+                config = self._config(base, share)
+                found = self._kept(label, lambda c=config, t=turns: self._run(c, t), config)
+                yield {"workload": name, "share": share, "budget": self._budget(base), **found}
+
+    def _turns(self, name: str) -> list[Any]:
+        rng = np.random.default_rng(self._setting.seed)
+        return WORKLOADS[name](rng, self._setting.n_contexts, self._setting.n_turns)
+
+    def _base(self) -> dict[str, Any]:
+        """Return the bytes of the process without weights and without contexts in RAM."""
+        config = self._config(8 << 30, None)
+        found = self._run(config, [Turn(0, 64, 4)])
+        contexts = found["status"]["kv_chunks"]["ram_bytes"]
+        cells = self._cell_bytes() * self._n_ctx
+        rest = found["peak_bytes"] - self._weights() - contexts
+        return {"bytes": rest + cells + _ARENA + _LEAST_RAM + _SLACK}
+
+    def _weights(self) -> int:
+        return self._model.stat().st_size
+
+    def _contexts(self) -> int:
+        """Return the bytes of all contexts' cells."""
+        return self._cell_bytes() * self._setting.n_tokens * self._setting.n_contexts
+
+    def _cell_bytes(self) -> int:
+        shape: Shape = self._shape
+        return shape.n_layer * shape.n_head_kv * shape.head_dim * _CELL_VALUES * _VALUE_BYTES
+
+    def _divided(self) -> int:
+        """Return the bytes to divide."""
+        return int(self._setting.share * (self._weights() + self._contexts()))
+
+    def _budget(self, base: int) -> int:
+        return base + SPARE_BYTES + self._divided()
+
+    def _config(self, base: int, share: float | None) -> dict[str, Any]:
+        budget = self._budget(base)
+        kv: dict[str, Any] = {"codec": "lossless", "store": str(self._folder / "store")}
+        if not self._setting.uses_disk:
+            kv["disk_budget"] = 0
+        flash: dict[str, Any] = {}
+        config: dict[str, Any] = {"plugins": {"kv_chunks": kv, "flash_weights": flash}}
+        if share is None:
+            config["memory"] = {"budget": budget}
+        else:
+            flash["memory_budget"] = budget
+            kv["ram_budget"] = max(_LEAST_RAM, int(share * self._divided()))
+        return config
+
+    def _run(self, config: dict[str, Any], turns: Sequence[Any]) -> dict[str, Any]:
+        setting = self._setting
+        lengths = [setting.n_tokens] * setting.n_contexts
+        return run(Job(str(self._model), config, self._n_ctx, lengths, turns))
+
+    def _kept(self, name: str, make: Any, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what was measured before under the same settings, or measure it."""
+        path = self._folder / f"{name.replace(' ', '-')}.json"
+        key = json.loads(json.dumps([repr(self._setting), config]))
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["key"] == key:
+                return dict(found["result"])
+        result = dict(make())
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"key": key, "result": result}), encoding="utf-8")
+        partial.replace(path)
+        return result

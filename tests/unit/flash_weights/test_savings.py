@@ -1,0 +1,43 @@
+"""Kept weights are worth the waits for the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmaas_plugins.flash_weights.savings import Seen, WeightSavings
+from llmaas_plugins.memory.recent import TIME_S
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def savings(monkeypatch):
+    monkeypatch.setattr("llmaas_plugins.memory.recent.time.monotonic", lambda: 1.0)
+    return WeightSavings()
+
+
+def test_a_byte_saves_its_wait_in_each_pass(savings):
+    savings.saw(Seen(0, 0), Seen(3_000_000_000, 10), 400 * MIB, 100 * MIB)  # 1 ms a MiB and pass
+    assert savings.saved_s(400 * MIB) * MIB == pytest.approx(10 * 0.001 / TIME_S)
+
+
+def test_where_computing_takes_longer_than_reading_nothing_is_saved(savings):
+    savings.saw(Seen(5, 2), Seen(5, 12), 400 * MIB, 300 * MIB)
+    assert savings.saved_s(400 * MIB) == 0
+
+
+def test_weights_that_are_all_kept_are_worth_what_they_were(savings):
+    savings.saw(Seen(0, 0), Seen(3_000_000_000, 10), 400 * MIB, 100 * MIB)
+    before = savings.saved_s(400 * MIB)
+    savings.saw(Seen(0, 0), Seen(0, 0), 400 * MIB, 400 * MIB)  # no batch: nothing is known
+    assert savings.saved_s(400 * MIB) == before
+    kept = WeightSavings()
+    kept.saw(Seen(0, 0), Seen(0, 10), 400 * MIB, 400 * MIB)
+    assert kept.saved_s(400 * MIB) == pytest.approx(10 * 1e-9 / TIME_S)  # a guess, no division by 0
+
+
+def test_two_models_share_the_passes_by_their_size(savings):
+    savings.saw(Seen(0, 0), Seen(1_000_000_000, 10), 100 * MIB, 0)
+    savings.saw(Seen(0, 0), Seen(0, 0), 300 * MIB, 0)
+    each = 1.0 / (10 * 100 * MIB)
+    assert savings.saved_s(400 * MIB) == pytest.approx(each * 10 * 100 / 400 / TIME_S)

@@ -1,0 +1,78 @@
+"""RAM is worth the time of the chunks that are used again within its size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmaas_plugins.kv_chunks.store.chunk_ids import chain
+from llmaas_plugins.kv_chunks.store.reuse import ReuseCurve
+from llmaas_plugins.kv_chunks.store.tree import Chunk
+from llmaas_plugins.memory.recent import TIME_S
+
+MIB = 1 << 20
+N = 4
+
+
+def chunks(i, n_bytes=2 * MIB):
+    """Return a context of four chunks, 8 MiB together."""
+    tokens = np.arange(1000 * i, 1000 * i + 16 * N, dtype=np.int32)
+    return [Chunk(one, n_bytes) for one in chain(b"r" * 32, tokens)]
+
+
+def keys(context):
+    return [chunk.id.key for chunk in context]
+
+
+def seconds(curve, size, most=100 * MIB):
+    """Return the seconds that RAM of a size would have saved."""
+    sizes, saved = np.array(curve.points(most)).T
+    return TIME_S * float(np.interp(size, sizes, saved))
+
+
+@pytest.fixture
+def still(monkeypatch):
+    """Let no time pass."""
+    monkeypatch.setattr("llmaas_plugins.memory.recent.time.monotonic", lambda: 1.0)
+
+
+def test_contexts_in_turn_are_worth_it_only_together(still):
+    contexts = [chunks(i) for i in range(3)]
+    curve = ReuseCurve()
+    for context in contexts:
+        curve.used(context)
+    for context in contexts:
+        curve.wanted(keys(context), 1e-9, 0.0)
+        curve.used(context)
+    total = 3 * 8 * MIB * 1e-9
+    assert seconds(curve, 16 * MIB) == 0
+    assert seconds(curve, 26 * MIB) == pytest.approx(total)
+    assert curve.points(8 * MIB) == ((0, 0.0),)
+
+
+def test_the_context_that_runs_saves_its_own_bytes(still):
+    curve, context = ReuseCurve(), chunks(1)
+    curve.used(context)
+    curve.wanted(keys(context)[1:], 0.0, 0.5)  # the first chunk was in the cells
+    assert seconds(curve, 10 * MIB) == pytest.approx(3 * 0.5)
+    assert seconds(curve, 3 * MIB) < 3 * 0.5
+
+
+def test_chunks_that_were_never_used_count_for_nothing(still):
+    curve = ReuseCurve()
+    curve.wanted(keys(chunks(1)), 1.0, 1.0)
+    assert curve.points(1 << 40) == ((0, 0.0),)
+
+
+def test_the_number_of_chunks_and_distances_is_limited(still, monkeypatch):
+    monkeypatch.setattr("llmaas_plugins.kv_chunks.store.reuse._MOST_CHUNKS", 6)
+    curve = ReuseCurve()
+    for i in range(3):
+        curve.used(chunks(i))
+    assert len(curve._sizes) == 6
+    curve.wanted(keys(chunks(0)), 1.0, 0.0)
+    assert curve.points(1 << 40) == ((0, 0.0),)
+    huge = chunks(7, n_bytes=5 << 30)
+    curve.used(huge)
+    curve.wanted(keys(huge), 1.0, 0.0)
+    assert curve.points(1 << 40) == curve.points(8 << 30)
