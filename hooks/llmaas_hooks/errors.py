@@ -50,6 +50,10 @@ class PluginError(LlmaasError, RuntimeError):
         self.hook = hook
         self.__cause__ = cause
 
+    def __reduce__(self) -> tuple[type[PluginError], tuple[str, str, BaseException | None]]:
+        """Return how to make the error in another process."""
+        return PluginError, (self.plugin, self.hook, self.__cause__)
+
 
 def _described(cause: BaseException) -> str:
     kind = type(cause).__name__

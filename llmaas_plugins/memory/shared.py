@@ -21,6 +21,7 @@ from llmaas_hooks import (
     ConfigError,
     ContextCreate,
     MemoryClaim,
+    ModelLoad,
     UnmetBudgetError,
     forks,
     hookimpl,
@@ -105,6 +106,11 @@ class SharedMemory(forks.Forked):
         return n_bytes if room is None else max(0, min(n_bytes, room))
 
     # -- hooks ----------------------------------------------------------------------------------
+
+    @hookimpl
+    def llmaas_model_load(self, load: ModelLoad) -> None:
+        """Read the weights, where llama.cpp would map the file and then also hold them repacked."""
+        load.params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
 
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:

@@ -125,12 +125,8 @@ def _settings(config: Config) -> list[Finding]:
     ]
     if (line := config.nothing_enabled()) is not None:
         findings.append(Finding("configuration", "plugins", "none", next_step=line))
-    service = {
-        key.removeprefix("service."): origin
-        for key, origin in config.origins.items()
-        if key.startswith("service.")
-    }
-    findings += _values("service", config.service, service)
+    findings += _table_values("service", config.service, config)
+    findings += _table_values("memory", config.memory, config)
     for name, table in config.plugins.items():
         if table.enabled:
             findings += _plugin_settings(name, config)
@@ -165,6 +161,17 @@ def _plugin_settings(name: str, config: Config) -> list[Finding]:
         return [Finding("configuration", f"plugins.{name}", None, None, problem, step)]
     finally:
         hooks.shutdown()
+
+
+def _table_values(name: str, settings: BaseModel, config: Config) -> list[Finding]:
+    """Return the values of a table beside the plugins'."""
+    prefix = f"{name}."
+    origins = {
+        key.removeprefix(prefix): origin
+        for key, origin in config.origins.items()
+        if key.startswith(prefix)
+    }
+    return _values(name, settings, origins)
 
 
 def _values(prefix: str, settings: BaseModel, origins: Mapping[str, str]) -> list[Finding]:

@@ -37,6 +37,8 @@ def resource_findings(config: Config) -> list[Finding]:
         with contextlib.suppress(LlmaasError):  # reported with the settings
             found[name] = validated(name, load_plugin(name).Config, config.plugins[name])
     findings = [finding for name, settings in found.items() for finding in _LOOKS[name](settings)]
+    if config.memory.budget is not None:
+        findings.append(_memory("memory.budget", config.memory.budget))
     worse = {one.name: one for one in _together(found.get("kv_chunks"), found.get("flash_weights"))}
     return [worse.get(one.name, one) if one.problem is None else one for one in findings]
 
@@ -49,7 +51,7 @@ def say_problems(config: Config) -> None:
 
 
 def _kv_chunks(settings: Any) -> Iterator[Finding]:
-    yield _memory("plugins.kv_chunks.ram_budget", settings.ram_budget)
+    yield _memory("plugins.kv_chunks.ram_budget", settings.ram_bytes)
     directory = settings.store.expanduser()
     if settings.disk_budget:
         yield from _holder(directory)

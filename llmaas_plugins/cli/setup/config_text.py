@@ -53,9 +53,14 @@ def config_text(settings: Settings) -> str:
             f'digest = "{settings.digest}"\n'
             f'file_digest = "{settings.made_digest}"\n'
         )
+    budget = f"budget = {_quoted(settings.memory)}" if settings.memory else '# budget = "3 GiB"'
+    parts.append(
+        "# Memory of the process, divided among weights and contexts. If unset, weights may take\n"
+        f"# nine tenths of the available memory, and contexts 256 MiB.\n[memory]\n{budget}\n"
+    )
     parts.append(
         "# Contexts are kept in chunks, in RAM and on disk, and come back without recomputing.\n"
-        '[plugins.kv_chunks]\nram_budget = "256 MiB"\ndisk_budget = "4 GiB"\n'
+        '[plugins.kv_chunks]\ndisk_budget = "4 GiB"\n'
     )
     if settings.table is not None:
         parts.append(
@@ -67,11 +72,8 @@ def config_text(settings: Settings) -> str:
             "# level that keeps it.\n[plugins.deadlines]\n"
         )
     if settings.is_packed:
-        memory = settings.memory
-        budget = f"memory_budget = {_quoted(memory)}" if memory else '# memory_budget = "3 GiB"'
         parts.append(
-            "# Weights that do not fit into the budget are streamed from disk; unset, it is nine\n"
-            f"# tenths of the available memory.\n[plugins.flash_weights]\n{budget}\n"
+            "# Weights that do not fit into memory are streamed.\n[plugins.flash_weights]\n"
         )
     if settings.store is not None:
         parts.append(

@@ -15,6 +15,7 @@ from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record, folder_of,
 from llmaas_plugins.cli.setup.steps import Job, improving_steps, steps_of
 from llmaas_plugins.config import load_config
 from llmaas_plugins.reference_model import reference_model_path
+from llmaas_plugins.sizes import memory_bytes
 
 
 @pytest.fixture
@@ -66,7 +67,8 @@ def test_the_configuration_can_be_loaded(settings, tmp_path):
     config = load_config(path)
     assert config.enabled() == ["kv_chunks", "elastic", "deadlines", "flash_weights", "knn_lm"]
     assert config.models[str(settings.model)].file == settings.made
-    assert config.plugins["flash_weights"].values == {"memory_budget": "60%"}
+    assert config.memory.budget == memory_bytes("60%")
+    assert config.plugins["flash_weights"].values == {}
     assert config.plugins["elastic"].values == {"table": "uniform"}
     assert config.plugins["knn_lm"].values == {"store": str(settings.store)}
 
@@ -76,7 +78,7 @@ def test_only_what_was_made_is_configured(settings):
         settings, made=settings.model, table=None, is_packed=False, store=None, memory=None
     )
     found = tomllib.loads(config_text(bare))
-    assert list(found) == ["plugins"]
+    assert found["memory"] == {}
     assert list(found["plugins"]) == ["kv_chunks"]
     packed = tomllib.loads(config_text(replace(bare, is_packed=True)))
     assert packed["plugins"]["flash_weights"] == {}

@@ -151,7 +151,7 @@ def test_transfer_buffers_are_smaller_or_refused_for_now_with_the_cause(limit):
     limit.left = PAGE
     store = ChunkStore(Budget(256 << 20), None)
     staging = Staging(store.space)
-    with pytest.raises(NoRoomNowError, match=r"raise plugins\.flash_weights\.memory_budget"):
+    with pytest.raises(NoRoomNowError, match=r"raise memory\.budget or plugins\."):
         staging.segment_chunks(GEOM)
     limit.left = 8 << 20
     assert staging.segment_chunks(GEOM) == n_chunks
@@ -184,3 +184,23 @@ def test_a_closed_store_and_a_removed_limit_no_longer_count():
     assert process_memory.releasable() > 0
     del store
     assert process_memory.releasable() == 0
+
+
+def test_an_allowance_limits_the_tier_and_takes_back_what_is_more(limit):
+    limit.left = 2 * RAM
+    store = ChunkStore(Budget(RAM), None)
+    put(store, GEOM, A)
+    put(store, GEOM, B)
+    share = store.space.process
+    assert share.releasable_bytes == share.held_bytes > 4 * PAGE
+    share.allow(4 * PAGE)
+    assert share.releasable_bytes == share.held_bytes == store.space.capacity == 4 * PAGE
+    put(store, GEOM, A)
+    put(store, GEOM, B)
+    assert len(keys(store)) == 4
+    share.allow(8 * PAGE)
+    put(store, GEOM, A)
+    put(store, GEOM, B)
+    assert len(keys(store)) == 6
+    assert 4 * PAGE < share.releasable_bytes <= 8 * PAGE
+    assert store.claim().held == 8 * PAGE
