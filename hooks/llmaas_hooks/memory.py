@@ -13,7 +13,7 @@ class MemoryClaim:
     """Memory that a plugin can make use of, beyond what it needs at least.
 
     Attributes:
-        owner: What the memory holds, in a few words, such as "weights kept in memory".
+        owner: Contents of the memory in a few words, such as "weights kept in memory".
         held: Bytes that the plugin may use now.
         most: Bytes beyond which more memory is of no use.
         saved: Time that the memory would save, as points of bytes and seconds a second (seconds

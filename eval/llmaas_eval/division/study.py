@@ -23,7 +23,7 @@ _LEAST_RAM = 24 << 20
 """Bytes of transfer buffers, which every division needs."""
 _ARENA = 32 << 20
 """Bytes that streamed weights pass through."""
-_SLACK = 16 << 20
+_SLACK = 32 << 20
 _CELL_VALUES, _VALUE_BYTES = 2, 2
 
 
