@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.quick:
-        args.contexts, args.tokens, args.turns, args.shares = 3, 64, 8, args.shares[:1]
+        args.shape, args.shares = "tiny", args.shares[:1]
+        args.contexts, args.tokens, args.turns = 3, 64, 8
     setting = Setting(
         args.shape, args.contexts, args.tokens, args.turns, args.disk, args.memory, args.seed
     )

@@ -12,13 +12,13 @@ import numpy as np
 
 from llmaas_eval.division.worker import Job, run
 from llmaas_eval.division.workloads import WORKLOADS, Turn
-from llmaas_eval.models import SHAPE_1B, SHAPE_200M, Shape, write_random_model
+from llmaas_eval.models import SHAPE_1B, SHAPE_200M, SHAPE_TINY, Shape, write_random_model
 from llmaas_plugins.flash_weights.packed import packed_path
 from llmaas_plugins.process_memory import SPARE_BYTES
 
 __all__ = ["SHAPES", "Setting", "Study"]
 
-SHAPES = {"200m": SHAPE_200M, "1b": SHAPE_1B}
+SHAPES = {"tiny": SHAPE_TINY, "200m": SHAPE_200M, "1b": SHAPE_1B}
 _LEAST_RAM = 24 << 20
 """Bytes of transfer buffers, which every division needs."""
 _ARENA = 32 << 20

@@ -1,0 +1,39 @@
+"""The study of the memory budget, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from llmaas_eval.division import worker
+from llmaas_eval.division.cli import main
+from llmaas_eval.division.report import TABLES
+from llmaas_eval.division.workloads import WORKLOADS
+
+
+@pytest.mark.slow
+def test_a_run_is_kept_and_shown(tmp_path, capsys, monkeypatch):
+    command = ["--out", str(tmp_path), "--quick", "--workloads", "mixed", "--json"]
+    assert main(command) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    ours, fixed = document["rows"]
+    assert (ours["share"], fixed["share"]) == (None, 0.0)
+    assert ours["tokens"] == fixed["tokens"]  # the same work
+    assert len(ours["turn_s"]) == len(fixed["turn_s"]) == 4 + 4 + 1
+    assert ours["status"]["memory"]["budget"] == ours["budget"]
+    assert ours["peak_bytes"] <= ours["budget"]
+    monkeypatch.setattr(worker, "_run", None)
+    assert main(command) == 0  # nothing is run again
+    assert json.loads(capsys.readouterr().out)["rows"] == document["rows"]
+    table = TABLES["memory-division"]([document])
+    assert [row[1] for row in table.rows] == ["divided while running", "0 %"]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads_use_contexts_that_exist(name):
+    turns = WORKLOADS[name](np.random.default_rng(1), 5, 20)
+    assert all(0 <= turn.context < 5 and turn.n_answer > 0 for turn in turns)
+    again = WORKLOADS[name](np.random.default_rng(1), 5, 20)
+    assert turns == again
