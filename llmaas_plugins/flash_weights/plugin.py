@@ -250,15 +250,14 @@ class FlashWeights:
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
         """Return the mode, the memory in use, and the amount read."""
-        models = self._residency.report()
+        report = self._residency.report()
         faults = resource.getrusage(resource.RUSAGE_SELF)
         return {
-            "mode": self._config.mode if models else "off",
-            "memory_budget": self._residency.budget,
+            "mode": self._config.mode if report["models"] else "off",
+            **report,
             "resident_bytes": resident_bytes(),
             "major_faults": faults.ru_majflt,
             "minor_faults": faults.ru_minflt,
-            "models": models,
             "without_drafts": self._answers.n_without_drafts,
             "distilled": self._distilled,
             "left_alone": self._left_alone,

@@ -320,14 +320,25 @@ class Residency:
             if kept < model.kept or kept - model.kept >= _STEP or is_whole:
                 self._apply(model, kept, waits=waits)
 
-    def report(self) -> list[dict[str, Any]]:
-        """Return each model's figures."""
+    def report(self) -> dict[str, Any]:
+        """Return the budget, sums over all models, and each model's figures.
+
+        ``needed_bytes`` would have been read if each batch had read all weights.
+        """
         with self.lock:
             self.look()
-            return [
-                {"batches": model.n_batches, "tokens": model.n_tokens} | model.seen
-                for model in self._models.values()
-            ]
+            models = list(self._models.values())
+            return {
+                "memory_budget": self.budget,
+                "weight_bytes": sum(model.seen["bytes"] for model in models),
+                "held_bytes": sum(model.held for model in models),
+                "read_bytes": sum(model.seen["read_bytes"] for model in models),
+                "needed_bytes": sum(model.n_batches * model.seen["bytes"] for model in models),
+                "models": [
+                    {"batches": model.n_batches, "tokens": model.n_tokens} | model.seen
+                    for model in models
+                ],
+            }
 
     def _bytes_of(self, budget: int | None) -> int:
         set_ones = [n for n in (budget, process_memory.budget()) if n is not None]

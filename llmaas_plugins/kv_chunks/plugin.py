@@ -8,7 +8,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +37,7 @@ from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.kv_chunks.compression.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.compression.bit_allocator import BitAllocator
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
+from llmaas_plugins.kv_chunks.context_places import context_places
 from llmaas_plugins.kv_chunks.context_records import ContextRecords, alteration
 from llmaas_plugins.kv_chunks.eligibility import spare_cells, why_unserved
 from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget, token_bytes
@@ -243,6 +244,14 @@ class KVChunks:
                 closing.callback(self._store.close)
             if "_workers" in self.__dict__:
                 closing.callback(self._workers.close)
+
+    def places(self, context_ids: Iterable[str]) -> dict[str, dict[str, int]]:
+        """Return how many tokens of named contexts are in cells, parked, in RAM and on disk."""
+        if "_store" not in self.__dict__:
+            return {}
+        with self._lock:
+            engines = [(engine, found) for engine, found in self._transfers.items() if found]
+        return context_places(self._store, engines, context_ids)
 
     def _all_transfers(self) -> list[Transfer]:
         with self._lock:

@@ -21,6 +21,7 @@ from llmaas_plugins.server.confinement import confine_grammars
 from llmaas_plugins.server.engine_options import check_adapter
 from llmaas_plugins.server.grammars import Grammars
 from llmaas_plugins.server.middleware import RequestMiddleware
+from llmaas_plugins.server.page import make_page_router
 from llmaas_plugins.server.refusal import error_body, mistakes
 from llmaas_plugins.server.routes import make_router
 from llmaas_plugins.server.upstream import (
@@ -56,6 +57,7 @@ def make_application(
     record_completions(server_engine(), admission, _given(model_settings.seed))
     share_engine()
     app.include_router(make_router(service, admission, checks["metrics"]))
+    app.include_router(make_page_router())
     explain_mistakes()
     confine_grammars(grammars, admission.refuse_running)
     explain_refusals(app)

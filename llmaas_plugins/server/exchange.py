@@ -9,7 +9,10 @@ from typing import Any
 
 from llmaas_plugins.server.refusal import Refusal
 
-__all__ = ["Answer", "Message", "Question", "Receive", "Send", "header"]
+__all__ = ["CALLER", "Answer", "Message", "Question", "Receive", "Send", "header"]
+
+CALLER = "llmaas.caller"
+"""Key of a request's scope: the app that calls, or an empty string if it is unknown."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -204,10 +204,14 @@ class Server(uvicorn.Server):
         self._ticks_left: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and log the addresses once they can be reached."""
+        """Start, and log the addresses and the page once they can be reached."""
         await super().startup(sockets)
-        places = ", ".join(_address(found, is_tls=self._is_tls) for found in sockets or ())
-        logging.getLogger("uvicorn.error").info("Listening on %s", places)
+        places = [_address(found, is_tls=self._is_tls) for found in sockets or ()]
+        log = logging.getLogger("uvicorn.error")
+        log.info("Listening on %s", ", ".join(places))
+        for place in places:
+            if not place.startswith("unix:"):  # browsers cannot reach a socket
+                log.info("The page with contexts, memory and speed: %s/", place)
 
     def handle_exit(self, *_: object) -> None:
         """Start the end, or hasten it; callable from any thread."""

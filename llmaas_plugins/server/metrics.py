@@ -34,6 +34,7 @@ class Metrics:
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self._reused = self._counter("reused_tokens", "Tokens of prompts whose KV was reused.")
         self._generated = self._counter("generated_tokens", "Tokens generated.")
+        self._decode = self._counter("decode_seconds", "Time of tokens after the first ones.")
         self._slides = self._counter("slides", "Calls that slid their context's window.")
         self._waited = self._histogram("queue_wait", "Time that a call waited for its turn.")
         self._switch = self._histogram("switch", "Time to bring a call's context into the engine.")
@@ -70,6 +71,7 @@ class Metrics:
         self._prompt.inc(stats.n_prompt)
         self._reused.inc(stats.n_reused)
         self._generated.inc(stats.n_generated)
+        self._decode.inc(max(0.0, stats.decode_s - stats.decode_away_s))
         self._switch.observe(stats.prepare_s)
         if stats.first_token_s is not None:
             self._first_token.observe(stats.first_token_s)

@@ -25,7 +25,7 @@ from llmaas_plugins.activation import without
 from llmaas_plugins.server.admission import Admission, Call, stopping
 from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.body_checks import check_body
-from llmaas_plugins.server.exchange import Answer, Message, Question, Receive, Send, header
+from llmaas_plugins.server.exchange import CALLER, Answer, Message, Question, Receive, Send, header
 from llmaas_plugins.server.grammars import Grammars, Wanted
 from llmaas_plugins.server.metrics import Metrics
 from llmaas_plugins.server.origins import OriginCheck
@@ -74,6 +74,8 @@ _ROUTES = tuple(
         Route("contexts", rf"{_CONTEXTS}(/[^/]+)?", waits=False),
         Route("models", "/v1/models"),
         Route("tokens", "/extras/(tokenize(/count)?|detokenize)"),
+        Route("overview", "/v1/llmaas/contexts", waits=False),
+        Route("page", r"/(page/[^/]+)?", "anyone", waits=False),
         Route("status", "/v1/llmaas/status", "administrator", waits=False),
         Route("metrics", "/metrics", "administrator", waits=False),
         Route("health", "/health", "anyone", waits=False),
@@ -146,7 +148,7 @@ class RequestMiddleware:
         self, route: Route, owner: str, scope: Message, receive: Receive, answer: Answer
     ) -> None:
         self._origins.check(scope)
-        app = self._authorize(route, owner, scope)
+        app = scope[CALLER] = self._authorize(route, owner, scope)
         is_deletion = route.name == "contexts" and scope["method"] == "DELETE"
         is_call = is_deletion or (route.waits and scope["method"] in ("GET", "POST"))
         if self._admission.is_stopping and route.name not in ("health", "metrics"):

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import anyio
-from fastapi import APIRouter, HTTPException, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
@@ -23,6 +23,7 @@ from llmaas_patches.internals import server_engine
 from llmaas_plugins.chats.text_limit import TextTooLongError, check_text
 from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.body_checks import LARGEST_FLOAT, LONGEST_STOP, MOST_STOPS
+from llmaas_plugins.server.exchange import CALLER
 from llmaas_plugins.server.metrics import CONTENT_TYPE_LATEST, Metrics
 from llmaas_plugins.server.refusal import error_body
 from llmaas_plugins.server.upstream import engine_lock
@@ -80,6 +81,12 @@ def make_router(service: LLMService, admission: Admission, metrics: Metrics) -> 
     """Return the routes of ``service``, whose calls ``admission`` admits."""
     router = APIRouter()
     router.include_router(_contexts(service, metrics), prefix="/v1/llmaas/apps/{app}/contexts")
+
+    @router.get("/v1/llmaas/contexts")
+    def overview(request: Request) -> dict[str, Any]:
+        app = request.scope[CALLER] or None  # the administrator's key belongs to no app
+        with _http_errors():
+            return {"app": app, **service.overview(app)}
 
     @router.get("/v1/llmaas/status")
     async def status() -> dict[str, Any]:

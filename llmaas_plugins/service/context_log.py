@@ -140,6 +140,18 @@ class ContextLog(forks.Forked):
         """Return an app's contexts, most recently used first."""
         return self._rows("SELECT * FROM contexts WHERE app=? ORDER BY used DESC", app)
 
+    def latest(self, app: str | None, most: int) -> list[ContextRecord]:
+        """Return contexts of an app, or of all apps, without messages, the latest used first."""
+        query = (
+            "SELECT id, app, '[]', n_tokens, n_calls, created, used, seen_from FROM contexts "
+            "WHERE app=? OR ? IS NULL ORDER BY used DESC LIMIT ?"
+        )
+        return self._rows(query, app, app, most)
+
+    def n_contexts(self, app: str | None) -> int:
+        """Return the number of contexts of an app, or of all apps."""
+        return self._count("SELECT count(*) FROM contexts WHERE app=? OR ? IS NULL", app, app)
+
     def of_all(self) -> list[ContextRecord]:
         """Return every app's contexts, oldest first."""
         return self._rows("SELECT * FROM contexts ORDER BY created")
@@ -270,12 +282,12 @@ class ContextLog(forks.Forked):
         with self._opened() as db:
             return db.execute(statement, arguments).rowcount > 0
 
-    def _count(self, query: str, *arguments: str) -> int:
+    def _count(self, query: str, *arguments: str | None) -> int:
         with self._opened() as db:
             (n,) = db.execute(query, arguments).fetchone()
         return int(n)
 
-    def _rows(self, query: str, *arguments: str) -> list[ContextRecord]:
+    def _rows(self, query: str, *arguments: object) -> list[ContextRecord]:
         with self._opened() as db:
             rows = db.execute(query, arguments).fetchall()
         return [ContextRecord(row[0], row[1], parse_json(row[2]), *row[3:8]) for row in rows]

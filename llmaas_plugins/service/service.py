@@ -30,6 +30,7 @@ from llmaas_plugins.service.state_lock import StateLock
 __all__ = ["App", "Context", "LLMService", "Reply"]
 
 _LONGEST_NAME = 128
+_MOST_LISTED = 200
 
 
 class LLMService:
@@ -99,6 +100,29 @@ class LLMService:
         """Return the queue's length and the suite's status, as plain JSON types."""
         suite = active_suite()
         return {"queue": self._queue.n_calls(), **({} if suite is None else suite.status())}
+
+    def overview(self, app: str | None = None) -> dict[str, Any]:
+        """Return the number of contexts, and where the tokens of the latest are, as JSON types.
+
+        ``places`` of a context has tokens in ``cells``, ``parked``, in ``ram`` and on ``disk``, as
+        kv_chunks knows them; it is None without kv_chunks.
+
+        Args:
+            app: App whose contexts are counted and listed; None for those of all apps.
+        """
+        records = self._log.latest(app, _MOST_LISTED)
+        suite = active_suite()
+        has_places = suite is not None and "kv_chunks" in suite.config.enabled()
+        places = {}
+        if suite is not None and has_places:
+            places = suite.plugin("kv_chunks").places([record.id for record in records])
+        nowhere = {"cells": 0, "parked": 0, "ram": 0, "disk": 0} if has_places else None
+        return {
+            "n_contexts": self._log.n_contexts(app),
+            "contexts": [
+                {**record.summary(), "places": places.get(record.id, nowhere)} for record in records
+            ],
+        }
 
     def close(self) -> None:
         """Close the context log; the engine stays its owner's and is not used again.

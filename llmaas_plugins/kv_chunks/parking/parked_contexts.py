@@ -149,6 +149,10 @@ class ParkedContexts:
             self._remove(parked)
         self._n_cells = 0
 
+    def n_parked(self, tokens: Tokens, root: bytes) -> int:
+        """Return how many of the first tokens a parked context holds. Callable from any thread."""
+        return _nearest(tuple(self._contexts), tokens, root)[1]
+
     @property
     def n_cells(self) -> int:
         """Number of cells that parked contexts use."""

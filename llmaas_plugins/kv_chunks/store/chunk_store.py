@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +27,26 @@ from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
 from llmaas_plugins.kv_chunks.store.reuse import MissCosts, ReuseCurve
-from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree, PrefixMatch
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree, PrefixMatch
 from llmaas_plugins.signals import signals_wait
 
-__all__ = ["ChunkStore"]
+__all__ = ["ChunkStore", "StoredContext"]
+
+
+class StoredContext(NamedTuple):
+    """Tokens of a context whose chunks are known.
+
+    Attributes:
+        root: Root of the context's chain of chunks.
+        tokens: Token ids, shape ``(n,)``.
+        in_ram: Whether each token's chunk is in RAM, shape ``(n,)``.
+        on_disk: Whether each token's chunk is on disk, shape ``(n,)``.
+    """
+
+    root: bytes
+    tokens: Tokens
+    in_ram: NDArray[np.bool_]
+    on_disk: NDArray[np.bool_]
 
 
 class ChunkStore(forks.Forked):
@@ -85,6 +102,22 @@ class ChunkStore(forks.Forked):
         """Return the chunks of the longest stored prefix of ``tokens``, shape ``(n,)``."""
         with self._residency.lock:
             return self._residency.tree.match(root, tokens)
+
+    def stored(self, context_id: str) -> StoredContext | None:
+        """Return the tokens of a named context and their tiers, or None if it is unknown."""
+        with self._residency.lock:
+            path = self._residency.tree.path_to(context_id)
+            tiers = [(chunk.n_tokens, chunk.ram != ABSENT, chunk.disk != ABSENT) for chunk in path]
+        if not path:
+            return None
+        tokens = np.frombuffer(b"".join(chunk.id.tokens for chunk in path), dtype="<i4")
+        n_tokens, in_ram, on_disk = zip(*tiers, strict=True)
+        return StoredContext(
+            path[0].id.parent,
+            tokens,
+            np.repeat(np.array(in_ram, dtype=bool), n_tokens),
+            np.repeat(np.array(on_disk, dtype=bool), n_tokens),
+        )
 
     def touch(self, ids: Sequence[ChunkId]) -> None:
         """Mark the stored chunks of a context as used, the last chunk first."""

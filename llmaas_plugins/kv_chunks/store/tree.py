@@ -105,6 +105,15 @@ class ChunkTree:
         """Return the key of the last stored chunk of each named context."""
         return {name: chunk.id.key for name, chunk in self._contexts.items()}
 
+    def path_to(self, context_id: str) -> list[Chunk]:
+        """Return all chunks of a named context in order; empty if it is unknown."""
+        path: list[Chunk] = []
+        chunk = self._contexts.get(context_id)
+        while chunk is not None:
+            path.append(chunk)
+            chunk = self._chunks.get(chunk.id.parent)
+        return path[::-1]
+
     def match(self, root: bytes, tokens: Tokens) -> PrefixMatch:
         """Return the chunks for the longest stored prefix of ``tokens``, shape ``(n,)``.
 

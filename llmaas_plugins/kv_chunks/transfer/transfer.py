@@ -183,6 +183,17 @@ class Transfer:
         parking, spare = self._parking, self._spare
         return (parking.stats() if parking else {}) | (spare.stats() if spare else {})
 
+    def held(
+        self, root: bytes, tokens: Tokens, resident: Tokens, resident_app: str | None
+    ) -> tuple[int, int]:
+        """Return how many of the first tokens sequence 0 and a parked context hold.
+
+        Callable from any thread; the arguments are those of ``restore``, but for the root.
+        """
+        is_own = root == self._root(resident_app)
+        n_resident = common_prefix(tokens, resident) if is_own else 0
+        return n_resident, 0 if self._parking is None else self._parking.n_parked(tokens, root)
+
     def _unpark(
         self, prompt: Tokens, resident: Tokens, root: bytes, resident_root: bytes
     ) -> int | None:
