@@ -35,13 +35,11 @@ def make_page_router() -> APIRouter:
         file.name: file.read_bytes() for file in files(__package__).joinpath("page_files").iterdir()
     }
 
-    @router.get("/")
-    @router.head("/")
+    @router.api_route("/", methods=["GET", "HEAD"])
     def index(request: Request) -> Response:
         return _answer(request, _INDEX, found[_INDEX])
 
-    @router.get("/page/{name}")
-    @router.head("/page/{name}")
+    @router.api_route("/page/{name}", methods=["GET", "HEAD"])
     def file(request: Request, name: str) -> Response:
         if name not in found:
             raise HTTPException(404, f"The page has no file {name!r}.")

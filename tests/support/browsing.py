@@ -10,6 +10,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 
 import pytest
@@ -24,6 +25,14 @@ OPTIONS = (
     *("--no-proxy-server", "--mute-audio", "--remote-debugging-pipe"),
 )
 WAIT_S = 60
+# The browser reads commands from file 3 and writes answers to file 4.
+START = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(name), fcntl.F_DUPFD, 5) for name in sys.argv[1:3])
+os.dup2(read, 3)
+os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class Browser:
@@ -132,9 +141,8 @@ def browsing(folder):
     """Start a browser whose profile is in ``folder``, and end it after the block."""
     command_read, command_write = os.pipe()
     answer_read, answer_write = os.pipe()
-    # the browser reads commands from file 3 and writes answers to file 4
-    script = f'exec "$@" 3<&{command_read} 4>&{answer_write}'
-    command = ["sh", "-c", script, "sh", CHROMIUM, *OPTIONS, f"--user-data-dir={folder}/profile"]
+    program = [CHROMIUM, *OPTIONS, f"--user-data-dir={folder}/profile"]
+    command = [sys.executable, "-c", START, str(command_read), str(answer_write), *program]
     with (
         (folder / "browser.log").open("wb") as log,
         subprocess.Popen(

@@ -151,7 +151,8 @@ class ParkedContexts:
 
     def n_parked(self, tokens: Tokens, root: bytes) -> int:
         """Return how many of the first tokens a parked context holds. Callable from any thread."""
-        return _nearest(tuple(self._contexts), tokens, root)[1]
+        kept = [parked for parked in self._contexts if parked.sequence in self._sequences]
+        return _nearest(kept, tokens, root)[1]
 
     @property
     def n_cells(self) -> int:

@@ -8,7 +8,6 @@ const EVERY_MS = 2000;
 const PATIENCE_MS = 10000;
 const KEPT_S = 900;
 const SHOWN = 12;
-const KEY = "llmaas-key";
 const PLACES = [
   ["cells", "in cells"],
   ["parked", "parked"],
@@ -18,6 +17,7 @@ const PLACES = [
 const ADMINISTRATORS = ["now", "memory", "speed", "promises", "levels", "saved"];
 
 const samples = [];
+let key = null; // in memory only: scripts of /docs, which come from elsewhere, share this origin
 let started = 0;
 let showsAll = false;
 let timer = 0;
@@ -44,7 +44,6 @@ class Refused extends Error {
 }
 
 async function get(path) {
-  const key = sessionStorage.getItem(KEY);
   const answer = await fetch(path, {
     headers: key === null ? {} : { Authorization: `Bearer ${key}` },
     cache: "no-store",
@@ -105,7 +104,7 @@ async function turn() {
     show(found);
     say("good", "Running");
     byId("ask").hidden = true;
-    byId("forget").hidden = sessionStorage.getItem(KEY) === null;
+    byId("forget").hidden = key === null;
   } catch (error) {
     if (mine !== turns) return;
     failed(error);
@@ -132,13 +131,13 @@ function failed(error) {
 }
 
 function askForKey() {
-  const wasGiven = sessionStorage.getItem(KEY) !== null;
+  const wasGiven = key !== null;
   forgetKey();
   say("wait", wasGiven ? "This key was not accepted." : "This service needs a key.");
 }
 
 function forgetKey() {
-  sessionStorage.removeItem(KEY);
+  key = null;
   samples.length = 0;
   for (const id of ["scope", "contexts", "forget", ...ADMINISTRATORS]) byId(id).hidden = true;
   byId("ask").hidden = false;
@@ -319,13 +318,13 @@ function placesCell(n, places) {
 
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  const key = byId("key").value.trim();
+  const given = byId("key").value.trim();
   byId("key").value = "";
-  if (!/^[!-~]+$/.test(key)) {
+  if (!/^[!-~]+$/.test(given)) {
     say("wait", "This is no key: a key has printable ASCII without spaces.");
     return;
   }
-  sessionStorage.setItem(KEY, key);
+  key = given;
   turn();
 });
 byId("forget").addEventListener("click", () => {

@@ -153,7 +153,8 @@ SYSTEM = tokens(piece(40))
 def test_two_contexts_in_turn(app):
     assert app.ask(A) is None
     assert app.ask(B) is None
-    assert app.parking.n_cells == len(A)
+    assert app.parking.n_cells == app.parking.n_parked(tokens(A, C), b"") == len(A)
+    assert app.parking.n_parked(A, b"another") == app.parking.n_parked(C, b"") == 0
     longer = tokens(A, piece(10))
     assert app.ask(longer) == len(A)
     app.check()

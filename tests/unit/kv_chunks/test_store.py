@@ -42,6 +42,23 @@ def test_chunks_come_back_from_disk(open_store):
     assert store.stats()["ram_hits"] == 5
 
 
+def test_the_tiers_of_a_contexts_tokens(open_store):
+    store = open_store(ram=8, disk=20)
+    tokens = text((0, 70))
+    assert store.stored("mine") is None
+    save(store, tokens, "mine")
+    found = store.stored("mine")
+    assert (found.root, found.tokens.tolist()) == (ROOT, tokens.tolist())
+    assert (found.in_ram.sum(), found.on_disk.sum()) == (70, 0)
+    store.flush()
+    assert store.stored("mine").on_disk.sum() == 70
+    store = open_store(ram=8, disk=20)
+    assert load(store, tokens[:32]) == 32
+    found = store.stored("mine")
+    assert found.in_ram.tolist() == [True] * 32 + [False] * 38
+    assert found.on_disk.all()
+
+
 def test_only_missing_chunks_are_claimed(open_store):
     store = open_store(ram=20)
     ids = save(store, text((0, 40)))

@@ -41,6 +41,15 @@ def test_exact_match(tree):
     assert set(tree) == set(path)
 
 
+def test_the_path_to_a_context(tree):
+    path = store(tree, text((0, 40)))
+    assert tree.path_to("mail") == []
+    tree.set_head("mail", path[1].id.key)
+    assert tree.path_to("mail") == path[:2]
+    tree.remove(path[2])
+    assert tree.path_to("mail") == path[:2]
+
+
 def test_longer_prompt_gets_all_of_a_stored_partial_chunk(tree):
     path = store(tree, text((0, 40)))
     assert tree.match(ROOT, text((0, 100))) == (path, 40)

@@ -37,7 +37,10 @@ APP = "/v1/llmaas/apps/mail/contexts"
         ("/health", "health", ""),
         ("/docs", "docs", ""),
         ("/openapi.json", "docs", ""),
-        ("/", "other", ""),
+        ("/", "page", ""),
+        ("/page/page.css", "page", ""),
+        ("/page/a/b", "other", ""),
+        ("/v1/llmaas/contexts", "overview", ""),
         ("/v1/chat/completions/", "other", ""),
     ],
 )

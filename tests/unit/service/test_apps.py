@@ -143,3 +143,21 @@ def test_a_context_without_kv_leaves_no_name(tmp_path):
     with LLMService(lambda: None, ServiceConfig(state_dir=tmp_path / "state")) as service:
         service.bind("mail").new_context("secret").delete()
         assert service._log.deletions() == []
+
+
+def test_the_overview_is_of_one_app_or_of_all(service):
+    ids = [service.bind(app).new_context("secret").id for app in ("mail", "notes", "mail")]
+    found = service.overview("mail")
+    assert found["n_contexts"] == 2
+    assert [one["id"] for one in found["contexts"]] == [ids[2], ids[0]]
+    assert "secret" not in json.dumps(found)
+    assert all(one["places"] is None for one in found["contexts"])  # kv_chunks is not on
+    assert {one["id"] for one in service.overview()["contexts"]} == set(ids)
+    assert service.overview("game") == {"n_contexts": 0, "contexts": []}
+
+
+def test_the_overview_lists_the_latest_contexts(service, monkeypatch):
+    monkeypatch.setattr("llmaas_plugins.service.service._MOST_LISTED", 2)
+    ids = [service.bind(f"app {i}").new_context().id for i in range(3)]
+    found = service.overview()
+    assert (found["n_contexts"], [one["id"] for one in found["contexts"]]) == (3, ids[:0:-1])
