@@ -30,7 +30,7 @@ enabled = false
 
 
 def says(text):
-    return f"document.body.innerText.includes({text!r})"
+    return f"document.body?.innerText.includes({text!r})"
 
 
 @pytest.fixture
