@@ -129,8 +129,8 @@ export function savings(metrics) {
   }
   if (on.includes("flash_weights")) {
     const [needed, read] = [at("llmaas_flash_weights_needed_bytes"), at("llmaas_flash_weights_read_bytes")];
-    const kept = `${bytes(at("llmaas_flash_weights_held_bytes"))} of ${bytes(at("llmaas_flash_weights_weight_bytes"))}`;
-    found.push(["Weights not read from disk", bytes(Math.max(0, needed - read)), `${bytes(read)} read; ${kept} in memory`]);
+    const whole = bytes(at("llmaas_flash_weights_weight_bytes"));
+    found.push(["Weights not read from disk", bytes(Math.max(0, needed - read)), `${bytes(read)} read; all weights are ${whole}`]);
   }
   const byLevel = levels(metrics);
   if (byLevel.length) {
@@ -179,6 +179,7 @@ export function seconds(number) {
 
 /** Return a share in percent; "none" if there is no whole. */
 export function share(part, whole) {
+  if (part > 0 && part < 0.005 * whole) return "< 1 %";
   return whole > 0 ? `${count((100 * part) / whole)} %` : "none";
 }
 

@@ -250,8 +250,8 @@ function showLevels(metrics) {
   section.hidden = !figures.pluginsOn(metrics).includes("elastic");
   const found = figures.levels(metrics);
   const whole = found.reduce((total, [, tokens]) => total + tokens, 0);
-  const parts = found.map(([level, tokens], i) => ({
-    color: ["c1", "c2", "c3", "c4"][i % 4],
+  const parts = found.map(([level, tokens]) => ({
+    color: `c1 level-${Math.round(10 * level)}`,
     name: `Level ${level}`,
     amount: tokens,
   }));

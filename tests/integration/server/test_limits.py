@@ -364,6 +364,7 @@ def test_metrics(server, mail, request_):
     assert grown('llmaas_requests_total{route="contexts",status="201"}') == 2
     assert grown('llmaas_requests_total{route="other",status="404"}') == 1
     assert grown("llmaas_generated_tokens_total") == 16
+    assert grown("llmaas_decode_seconds_total") > 0
     assert 0 < grown("llmaas_reused_tokens_total") < grown("llmaas_prompt_tokens_total")
     for name in ("switch", "first_token", "queue_wait"):
         assert grown(f"llmaas_{name}_seconds_count") == 4

@@ -145,6 +145,13 @@ def test_every_metric_that_the_page_and_the_dashboard_name_exists(reference_mode
         for _ in range(2):
             context.call(PROMPT, slo={"ttft": "10 s"}, **SHORT)
         metrics = server.metrics()
+    weights = {
+        name: metrics[f"llmaas_flash_weights_{name}_bytes"]
+        for name in ("weight", "held", "read", "needed")
+    }
+    assert 0 < weights["weight"] < weights["needed"]
+    assert 0 < weights["read"] < weights["needed"]
+    assert weights["held"] > 0
     exist = {re.split(r"[{ ]", name)[0] for name in metrics}
     exist_with_key = {name for name in metrics if "key=" in name}
     folder = Path(page.__file__).parent / "page_files"

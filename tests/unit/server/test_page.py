@@ -225,6 +225,7 @@ def test_numbers_have_units():
         "seconds(600)": "10 min",
         "share(1, 0)": "none",
         "share(1, 3)": "33 %",
+        "share(1, 300)": "< 1 %",
         "ago(100, 102)": "now",
         "ago(100, 190)": "2 min ago",
     }
