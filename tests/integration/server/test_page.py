@@ -28,7 +28,8 @@ state_dir = "state"
 store = "kv"
 parked_tokens = 256
 [plugins.flash_weights]
-memory_budget = "2 GiB"
+memory_budget = "170 MiB"
+arena = "1 MiB"
 [plugins.elastic]
 [plugins.deadlines]
 [plugins.knn_lm]
@@ -43,10 +44,17 @@ def overview(client):
 
 
 def placed(client):
-    """Return the places of contexts by id, and check that each token is counted once."""
-    found = overview(client)["contexts"]
-    assert all(sum(one["places"].values()) == one["n_tokens"] for one in found)
-    return {one["id"]: {place: n for place, n in one["places"].items() if n > 0} for one in found}
+    """Return the places of contexts by id, once each token is counted at one place."""
+
+    def counted():
+        contexts = overview(client)["contexts"]
+        is_whole = [sum(one["places"].values()) == one["n_tokens"] for one in contexts]
+        return contexts if all(is_whole) else None
+
+    contexts = wait_until(counted)  # chunks are stored after the reply
+    return {
+        one["id"]: {place: n for place, n in one["places"].items() if n > 0} for one in contexts
+    }
 
 
 def mostly(places):
@@ -100,11 +108,6 @@ def test_where_the_tokens_of_contexts_are(tmp_path):
         for context in contexts:
             context.call(PROMPT, **SHORT)
         first, *_, before, last = (context.id for context in contexts)
-
-        def is_stored():
-            return sum(sum(one.values()) > 0 for one in placed(server.client).values()) == 12
-
-        wait_until(is_stored)  # chunks are stored after the reply
         places = placed(server.client)
         assert set(places[last]) == {"cells"}
         assert mostly(places[before]) == "parked"
@@ -150,7 +153,7 @@ def test_every_metric_that_the_page_and_the_dashboard_name_exists(reference_mode
         for name in ("weight", "held", "read", "needed")
     }
     assert 0 < weights["weight"] < weights["needed"]
-    assert 0 < weights["read"] < weights["needed"]
+    assert weights["read"] < weights["needed"]  # 0 while they all fit
     assert weights["held"] > 0
     exist = {re.split(r"[{ ]", name)[0] for name in metrics}
     exist_with_key = {name for name in metrics if "key=" in name}
