@@ -17,8 +17,8 @@ def context_places(
 ) -> dict[str, dict[str, int]]:
     """Return how many tokens of each known context are in which place, the fastest one that counts.
 
-    ``cells`` are the running context's cells, ``parked`` those of parked contexts. Tokens that were
-    lost are in no place. Engines may compute meanwhile: the numbers are those of a moment.
+    ``cells`` are the running context's cells, ``parked`` those of parked contexts. Tokens that are
+    not stored are in no place. Engines may compute meanwhile: the numbers are those of a moment.
 
     Args:
         store: Store with the contexts' chunks.

@@ -304,7 +304,7 @@ function contextRow({ id, app, n_tokens: n, n_calls: calls, used, places }, now)
 function placesCell(n, places) {
   const parts = PLACES.map(([color, name]) => ({ color, name, amount: places[color] }));
   const known = parts.reduce((total, { amount }) => total + amount, 0);
-  parts.push({ color: "lost", name: "to be computed", amount: Math.max(0, n - known) });
+  parts.push({ color: "lost", name: "not stored", amount: Math.max(0, n - known) });
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("class", "bar");
   svg.setAttribute("aria-hidden", "true");

@@ -98,6 +98,7 @@ def test_without_a_key_there_are_the_files_only(request_, key):
 # -- places ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_where_the_tokens_of_contexts_are(tmp_path):
     """They are in the engine, then in RAM beside it, and on disk after a restart."""
     settings = {"kv": "parked_tokens = 256", "n_ctx": 512}
