@@ -16,6 +16,11 @@
     digest = "…"                     # of both files: the table is void once one of them changes
     file_digest = "…"
 
+    [cloud]                          # asked first by `llmaas serve`, as long as it answers
+    base_url = "https://api.example.org/v1"
+    model = "large"
+    key_env = "EXAMPLE_API_KEY"      # the variable with the key
+
 The file is the first of these: the one named in code or by ``--config``, the one named by
 ``LLMAAS_CONFIG`` (an empty value means no file), ``./llmaas.toml``, and
 ``~/.config/llmaas/llmaas.toml``. A file that was found without being named is logged.
@@ -31,7 +36,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -41,12 +46,21 @@ from pydantic import (
 
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import installed_plugins, suggest
+from llmaas_plugins.cloud_config import UNQUOTED, CloudConfig
 from llmaas_plugins.config_file import chosen_file, read_config_file
 from llmaas_plugins.memory.config import MemoryConfig
 from llmaas_plugins.model.made_files import MadeFile
 from llmaas_plugins.service_config import ServiceConfig
 
-__all__ = ["Config", "PluginTable", "ServiceConfig", "Source", "load_config", "validated"]
+__all__ = [
+    "CloudConfig",
+    "Config",
+    "PluginTable",
+    "ServiceConfig",
+    "Source",
+    "load_config",
+    "validated",
+]
 
 Source = Mapping[str, Any] | str | os.PathLike[str] | None
 _Settings = TypeVar("_Settings", bound=BaseModel)
@@ -68,6 +82,7 @@ _PLAIN = {
     "int_type": "expected an integer",
     "less_than_equal": "expected at most {le}",
     "literal_error": "expected {expected}",
+    "missing": "expected a value",
 }
 """Messages by pydantic's type of error; for other types, pydantic's own."""
 
@@ -82,6 +97,7 @@ class _File(BaseModel):
     service: ServiceConfig = ServiceConfig()
     memory: MemoryConfig = MemoryConfig()
     models: dict[str, MadeFile] = {}
+    cloud: CloudConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +128,7 @@ class Config:
         service: Limits and paths of the service.
         memory: Memory budget of the process.
         models: Files to load in place of models, by the models' absolute paths.
+        cloud: The service that `llmaas serve` asks first; None if it asks none.
         origins: Origin of each other key (``on_error``, ``service.max_queue``, …), as in
             ``PluginTable``. Keys that are missing here have defaults.
         file: The file that was read, if any.
@@ -125,6 +142,7 @@ class Config:
     service: ServiceConfig = field(default_factory=ServiceConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     models: Mapping[str, MadeFile] = field(default_factory=dict)
+    cloud: CloudConfig | None = None
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     file: Path | None = field(default=None, compare=False)
     is_none_meant: bool = field(default=True, compare=False)
@@ -196,12 +214,22 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
     _apply_environment(plugins, environ, code_wins=origin == "code")
     keys = [f"service.{key}" for key in file.service.model_fields_set]
     keys += [f"memory.{key}" for key in file.memory.model_fields_set]
-    keys += file.model_fields_set - {"plugins", "service", "memory", "models"}
+    keys += [f"cloud.{key}" for key in file.cloud.model_fields_set] if file.cloud else []
+    keys += file.model_fields_set - {"plugins", "service", "memory", "models", "cloud"}
     is_none_meant = origin == "code" or "LLMAAS_PLUGINS" in environ
     origins = dict.fromkeys(keys, origin)
     unknown = tuple(filter(_is_unknown, sorted(environ)))
     return Config(
-        file.on_error, plugins, service, file.memory, models, origins, path, is_none_meant, unknown
+        file.on_error,
+        plugins,
+        service,
+        file.memory,
+        models,
+        file.cloud,
+        origins,
+        path,
+        is_none_meant,
+        unknown,
     )
 
 
@@ -320,12 +348,15 @@ def _set_from_environment(
 
 
 def _table_model(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
-    """Return the model of the nested table at ``path``."""
+    """Return the model of the nested table at ``path``, which may lead through tables by name."""
     for part in path:
-        nested = model.model_fields[str(part)].annotation
-        if not (isinstance(nested, type) and issubclass(nested, BaseModel)):
+        if (field := model.model_fields.get(str(part))) is None:
+            continue  # the name of a table, such as that of an app
+        kinds = (field.annotation, *get_args(field.annotation))
+        nested = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not nested:
             break
-        model = nested
+        model = nested[0]
     return model
 
 
@@ -340,8 +371,9 @@ def _explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
                 hint = f" Did you mean 'plugins.{key}'?"
             lines.append(f"unknown key {key!r}.{hint} Known: {', '.join(known)}")
         else:
-            found = cast("object", item["input"])
+            is_quoted = item["type"] not in (UNQUOTED, "missing")
+            found = f", found {cast('object', item['input'])!r}" if is_quoted else ""
             plain = _PLAIN.get(item["type"])
             message = plain.format(**item.get("ctx", {})) if plain else item["msg"]
-            lines.append(f"{key}: {message}, found {found!r}")
+            lines.append(f"{key}: {message}{found}")
     return f"{where}: " + "; ".join(lines)

@@ -6,15 +6,21 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from socket import socket
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from llmaas_hooks import ConfigError
+from llmaas_hooks.discovery import suggest
 from llmaas_plugins.cli.doctor.resources import say_problems
 from llmaas_plugins.cli.options import add_config_option, unrecognized
-from llmaas_plugins.config import load_config
+from llmaas_plugins.config import CloudConfig, Config, PluginTable, load_config, validated
+
+if TYPE_CHECKING:
+    from llmaas_plugins.server.gateway import Gateway, Keep
+    from llmaas_plugins.server.metrics import Metrics
 
 __all__ = ["add_parser"]
 
@@ -83,12 +89,14 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     server_settings, model_settings = _settings(args, rest)
     config = load_config(args.config).with_default("kv_chunks")  # a service should keep contexts
     limits = config.service
-    keys = ApiKeys(server_settings.api_key, read_key_file(limits.key_file))
+    app_keys = read_key_file(limits.key_file)
+    keys = ApiKeys(server_settings.api_key, app_keys)
     host = server_settings.host if args.uds is None else None
     tls = tls_context(server_settings.ssl_keyfile, server_settings.ssl_certfile)
     origins = OriginCheck(host, limits.allowed_hosts, limits.allowed_origins)
     admission = Admission(limits)
     metrics = Metrics(admission)
+    gateway = _gateway(config, app_keys, metrics)
     with (
         Shutdown(limits.shutdown_grace_s) as shutdown,
         _listening(args.uds, server_settings) as sockets,
@@ -101,11 +109,55 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
             contextlib.closing(Grammars(server_engine)) as grammars,
         ):
             checks = {"admission": admission, "keys": keys, "origins": origins, "metrics": metrics}
+            checks["gateway"] = gateway
             app = make_application(server_settings, model_settings, service, grammars, checks)
             server = Server(app, admission, keys, limits, tls=tls)
             shutdown.ask(server.handle_exit)
             server.run(sockets)
     return 0
+
+
+def _gateway(config: Config, app_keys: Mapping[str, str], metrics: Metrics) -> Gateway | None:
+    """Return the gateway to the configured cloud, which ``metrics`` counts; None without one.
+
+    Raises:
+        ConfigError: The key is not set, or an app's table could have no effect.
+    """
+    from llmaas_plugins.server.cloud_client import CloudClient, cloud_key
+    from llmaas_plugins.server.gateway import Gateway
+
+    cloud = config.cloud
+    if cloud is None:
+        return None
+    if unknown := sorted(cloud.apps.keys() - app_keys.keys()):
+        hint = suggest(unknown[0], app_keys)
+        raise ConfigError(
+            f"cloud.apps.{unknown[0]}: there is no such app in service.key_file.{hint} Apps are "
+            f"known by their keys. Known: {', '.join(app_keys) or 'none'}."
+        )
+    client = CloudClient(cloud, cloud_key(cloud, os.environ))
+    gateway = Gateway(cloud, client, _keeper(config, cloud))
+    metrics.read_cloud(gateway.counts)
+    return gateway
+
+
+def _keeper(config: Config, cloud: CloudConfig) -> Keep:
+    """Return a function that puts a conversation of an app into the datastore's inbox.
+
+    Raises:
+        ConfigError: An app agrees to that, but there is no datastore.
+    """
+    from llmaas_plugins.knn_lm.build.inbox import remember
+    from llmaas_plugins.knn_lm.config import KnnLMConfig
+
+    table = config.plugins.get("knn_lm", PluginTable(False, {}, {}))
+    if not table.enabled and (keeping := [name for name, app in cloud.apps.items() if app.keep]):
+        raise ConfigError(
+            f"cloud.apps.{keeping[0]}.keep needs the datastore, but knn_lm is off. Add a table "
+            "[plugins.knn_lm] with learn = true, or remove keep."
+        )
+    store = cast("KnnLMConfig", validated("knn_lm", KnnLMConfig, table)).store
+    return lambda app, said: remember(store, said, app=app)
 
 
 def _listening(uds: Path | None, server_settings: Any) -> AbstractContextManager[list[socket]]:

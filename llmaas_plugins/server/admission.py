@@ -112,6 +112,7 @@ class Admission:
         self.running: Call | None = None
         self.waiting: list[Call] = []
         self.interrupted: list[Call] = []
+        self.elsewhere: set[Call] = set()  # those that the cloud answers, without the engine
         self.is_stopping = False
 
     @property
@@ -194,7 +195,7 @@ class Admission:
     def end_running(self) -> None:
         """End the calls that have begun."""
         with self._lock:
-            for call in (self.running, *self.interrupted):
+            for call in (self.running, *self.interrupted, *self.elsewhere):
                 if call is not None:
                     call.end(stopping())
 

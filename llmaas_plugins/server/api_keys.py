@@ -11,7 +11,7 @@ from pathlib import Path
 from llmaas_hooks import ConfigError
 from llmaas_plugins.server.refusal import Refusal
 
-__all__ = ["ApiKeys", "read_key_file"]
+__all__ = ["ApiKeys", "can_be_sent", "read_key_file"]
 
 _SHORTEST_KEY = 16
 _EXPECTED = "a key must be a string of printable ASCII without spaces"
@@ -32,7 +32,7 @@ class ApiKeys:
             raise ConfigError(
                 "--api_key is empty. Give a key, or leave the option out to serve without one."
             )
-        if administrator is not None and not _can_be_sent(administrator):
+        if administrator is not None and not can_be_sent(administrator):
             raise ConfigError(f"--api_key: {_EXPECTED}. Many clients cannot send another one.")
         for app, key in apps.items():
             if key == administrator:
@@ -95,7 +95,7 @@ def read_key_file(path: Path | None) -> dict[str, str]:
     except ValueError as error:
         raise _wrong(path, "is not valid TOML") from error
     for app, key in keys.items():
-        if not isinstance(key, str) or not _can_be_sent(key):
+        if not isinstance(key, str) or not can_be_sent(key):
             raise _wrong(path, f"{app!r}: {_EXPECTED}")
         if len(key) < _SHORTEST_KEY:
             raise _wrong(path, f"{app!r}: a key must have {_SHORTEST_KEY} characters or more")
@@ -104,7 +104,8 @@ def read_key_file(path: Path | None) -> dict[str, str]:
     return keys
 
 
-def _can_be_sent(key: str) -> bool:
+def can_be_sent(key: str) -> bool:
+    """Return whether every client can send a key in a header."""
     return key.isascii() and key.isprintable() and " " not in key
 
 

@@ -56,7 +56,7 @@ def make_application(
     admission: Admission = checks["admission"]
     record_completions(server_engine(), admission, _given(model_settings.seed))
     share_engine()
-    app.include_router(make_router(service, admission, checks["metrics"]))
+    app.include_router(make_router(service, admission, checks["metrics"], checks["gateway"]))
     app.include_router(make_page_router())
     explain_mistakes()
     confine_grammars(grammars, admission.refuse_running)
@@ -92,7 +92,7 @@ def _for_pages(origins: tuple[str, ...]) -> list[Middleware]:
             allow_origins=allowed,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-LLMaaS-Notes"],
+            expose_headers=["X-LLMaaS-Answered-By", "X-LLMaaS-Notes"],
         )
     ]
 

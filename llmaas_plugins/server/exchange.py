@@ -19,6 +19,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _NOTES = b"x-llmaas-notes"
+_ANSWERED_BY = b"x-llmaas-answered-by"
 _MOST_NOTES_BYTES = 4096
 
 _log = logging.getLogger("llmaas.server")
@@ -54,6 +55,14 @@ class Answer:
     A stream's head is held back until its first event, and its end until the app ends. A stream
     that fails at once therefore still gets an error status. One that fails later gets an error
     event. The head of a whole answer has the plugins' notes about it, as JSON.
+
+    Attributes:
+        status: Status of the answer; 0 before its head.
+        is_stream: Whether the answer is a stream of events.
+        is_refused: Whether the answer is a refusal that must be ended.
+        notes: Notes of plugins, by plugin.
+        cloud: Whether the cloud or the local model answers (``answered_by``), and in the latter
+            case why (``reason``); empty if the cloud does not concern the request.
     """
 
     def __init__(self, send: Send) -> None:
@@ -64,17 +73,32 @@ class Answer:
         self.status = 0
         self.is_stream = self.is_refused = False
         self.notes: Mapping[str, Any] = {}
+        self.cloud: Mapping[str, str] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has been sent."""
+        return self._has_begun
 
     async def send(self, message: Message) -> None:
         """Send a message of the app, or hold it back for now."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.is_stream = header(message, b"content-type").startswith(b"text/event-stream")
-            if self.notes and not self.is_stream:
-                message = {**message, "headers": [*message["headers"], *_notes(self.notes)]}
+            message = {**message, "headers": [*message["headers"], *self._headers()]}
         self._held.append(message)
         if not self.is_stream or message.get("body"):
             await self.flush()
+
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers that the service adds to an answer."""
+        headers = []
+        if self.cloud:
+            headers.append((_ANSWERED_BY, self.cloud["answered_by"].encode()))
+        notes = {**self.notes, "cloud": self.cloud} if self.cloud else self.notes
+        if notes and not self.is_stream:
+            headers += _notes(notes)
+        return headers
 
     async def flush(self) -> None:
         """Send the messages that were held back."""

@@ -232,7 +232,7 @@ class Server(uvicorn.Server):
         self._ticks_left -= 1
         if self._n_signals > 1 or self._ticks_left < 0:
             self._admission.end_running()
-        return not len(self._admission)
+        return not (len(self._admission) or self._admission.elsewhere)
 
 
 def _address(listener: socket.socket, *, is_tls: bool) -> str:

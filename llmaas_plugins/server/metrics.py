@@ -7,12 +7,12 @@ queried at each scrape.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import Metric, UnknownMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from llmaas_hooks import RequestStats, hookimpl
@@ -80,6 +80,10 @@ class Metrics:
         """Add every number in the plugins' reports, from ``Suite.status``."""
         self._registry.register(_Plugins(status))
 
+    def read_cloud(self, counts: Mapping[str, int]) -> None:
+        """Add the requests that the cloud may have answered, from ``Gateway.counts``."""
+        self._registry.register(_Cloud(counts))
+
     def as_text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
@@ -118,6 +122,20 @@ class _Plugins(Collector):
                     yield UnknownMetricFamily(name, text, value=value)
                 if isinstance(value, dict) and any(map(_is_number, value.values())):
                     yield _by_key(UnknownMetricFamily(name, text, labels=["key"]), value)
+
+
+class _Cloud(Collector):
+    """Collector of ``llmaas_cloud_requests_total``, by outcome."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Requests that the cloud might answer, and answers of the cloud that were kept."
+        family = CounterMetricFamily("llmaas_cloud_requests", text, labels=["outcome"])
+        for outcome, n in self._counts.items():
+            family.add_metric([outcome], n)
+        yield family
 
 
 def _by_key(family: UnknownMetricFamily, values: dict[str, Any]) -> Metric:

@@ -26,6 +26,7 @@ from llmaas_plugins.server.admission import Admission, Call, stopping
 from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.body_checks import check_body
 from llmaas_plugins.server.exchange import CALLER, Answer, Message, Question, Receive, Send, header
+from llmaas_plugins.server.gateway import Gateway
 from llmaas_plugins.server.grammars import Grammars, Wanted
 from llmaas_plugins.server.metrics import Metrics
 from llmaas_plugins.server.origins import OriginCheck
@@ -110,15 +111,17 @@ class RequestMiddleware:
         origins: OriginCheck,
         metrics: Metrics,
         grammars: Grammars,
+        gateway: Gateway | None,
         max_body_bytes: int,
     ) -> None:
-        """Wrap ``app``."""
+        """Wrap ``app``, which answers what ``gateway`` leaves to it."""
         self._app = app
         self._admission = admission
         self._keys = keys
         self._origins = origins
         self._metrics = metrics
         self._grammars = grammars
+        self._gateway = gateway
         self._checks = anyio.CapacityLimiter(1)  # a check that waits its turn occupies no thread
         self._bodies = anyio.CapacityLimiter(1)  # large ones in turn, or the event loop would wait
         self._checking: Counter[str] = Counter()
@@ -153,9 +156,13 @@ class RequestMiddleware:
         is_call = is_deletion or (route.waits and scope["method"] in ("GET", "POST"))
         if self._admission.is_stopping and route.name not in ("health", "metrics"):
             raise stopping()
+        cloud = self._gateway
+        if cloud is not None and not cloud.may_answer(route.name, app, scope, answer):
+            cloud = None
         body, levels, promise = b"", Levels(), NO_PROMISE
         if is_call:
-            self._admission.check(app)  # refuse before reading the body
+            if cloud is None:
+                self._admission.check(app)  # refuse before reading the body
             _declining(scope)
             levels, promise = _levels(scope), _promise(scope)
         if scope["method"] == "POST":
@@ -163,6 +170,10 @@ class RequestMiddleware:
             large = self._bodies if len(body) > _SMALL_BODY else None
             checked = await anyio.to_thread.run_sync(check_body, route.name, body, limiter=large)
             levels, promise = checked.levels.over(levels), checked.promise.over(promise)
+            if cloud is not None:
+                asking = cloud.answer(route.name, app, body, answer)
+                if await self._elsewhere(app, receive, asking):
+                    return
             if checked.wanted:
                 with serving_context(None, app or None):
                     await self._check_grammars(app, checked.wanted)
@@ -173,6 +184,26 @@ class RequestMiddleware:
                 await self._call(call, scope, body, receive, answer)
         else:
             await self._app(scope, _replay(body, receive), answer.send)
+
+    async def _elsewhere(self, app: str, receive: Receive, answer: Awaitable[bool]) -> bool:
+        """Wait for ``answer``, which does not need the engine, unless the client leaves.
+
+        Raises:
+            Refusal: The service ended the call, or the cloud failed in the middle of a stream.
+        """
+        call = Call(app)
+        watcher = asyncio.create_task(_watch(receive, asyncio.Event(), call))
+        self._admission.elsewhere.add(call)
+        is_answered = False
+        try:
+            with call.scope:
+                is_answered = await answer
+        finally:
+            watcher.cancel()
+            self._admission.elsewhere.discard(call)
+        if call.is_over and not is_answered:
+            raise call.refusal or ClientDisconnect
+        return is_answered
 
     def _authorize(self, route: Route, owner: str, scope: Message) -> str:
         """Return the app that calls, or an empty string if it is unknown.

@@ -24,6 +24,7 @@ from llmaas_plugins.chats.text_limit import TextTooLongError, check_text
 from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.body_checks import LARGEST_FLOAT, LONGEST_STOP, MOST_STOPS
 from llmaas_plugins.server.exchange import CALLER
+from llmaas_plugins.server.gateway import Gateway
 from llmaas_plugins.server.metrics import CONTENT_TYPE_LATEST, Metrics
 from llmaas_plugins.server.refusal import error_body
 from llmaas_plugins.server.upstream import engine_lock
@@ -77,7 +78,9 @@ class CallBody(BaseModel):
         return {"level": self.level, **sampling}
 
 
-def make_router(service: LLMService, admission: Admission, metrics: Metrics) -> APIRouter:
+def make_router(
+    service: LLMService, admission: Admission, metrics: Metrics, gateway: Gateway | None
+) -> APIRouter:
     """Return the routes of ``service``, whose calls ``admission`` admits."""
     router = APIRouter()
     router.include_router(_contexts(service, metrics), prefix="/v1/llmaas/apps/{app}/contexts")
@@ -96,6 +99,7 @@ def make_router(service: LLMService, admission: Admission, metrics: Metrics) -> 
             "queue": len(admission),
             "interruptions": admission.n_interruptions,
             "pressure": admission.pressure,
+            **({} if gateway is None else {"cloud": gateway.status()}),
         }
 
     @router.get("/health")
@@ -104,7 +108,7 @@ def make_router(service: LLMService, admission: Admission, metrics: Metrics) -> 
         if not admission.is_stopping:
             return {"status": "ok"}
         response.status_code = 503
-        running = int(admission.running is not None)
+        running = int(admission.running is not None) + len(admission.elsewhere)
         return {"status": "stopping", "running": running, "waiting": len(admission.waiting)}
 
     @router.get("/metrics")

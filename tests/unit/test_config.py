@@ -143,6 +143,17 @@ def test_enabled_by_variable(path, value, enabled):
         ({"service": {"max_queu": 1}}, "unknown key 'service.max_queu'. Did you mean 'max_queue'?"),
         ({"service": {"max_queue": 0}}, "service.max_queue: expected at least 1, found 0"),
         ({"plugins": {"kv": 3}}, "plugins.kv: "),
+        ({"cloud": {"model": "large"}}, "code: cloud.base_url: expected a value"),
+        ({"cloud": {"keyenv": "KEY"}}, "unknown key 'cloud.keyenv'. Did you mean 'key_env'?"),
+        (
+            {"cloud": {"apps": {"mail": {"kep": True}}}},
+            "unknown key 'cloud.apps.mail.kep'. Did you mean 'keep'? Known: keep, private",
+        ),
+        ({"cloud": {"timeout_s": 0}}, "cloud.timeout_s: expected more than 0.0, found 0"),
+        (
+            {"cloud": {"apps": {"mail": {"keep": True, "private": True}}}},
+            "the cloud says nothing to a private app",
+        ),
         ({"plugins": {"kv": {"enabled": "yes"}}}, "true or false, found 'yes' (code)"),
     ],
 )
@@ -257,3 +268,45 @@ def test_a_path_that_names_nothing_is_refused(value, message):
     assert str(caught.value).endswith(message)
     here = PluginTable(True, {"store": "."}, {})
     assert validated("kv", Settings, here).store == Path.cwd()
+
+
+CLOUD = {"base_url": "https://api.example.org/v1/", "model": "large"}
+
+
+def test_a_cloud():
+    assert load_config({}, {}).cloud is None
+    cloud = CLOUD | {"key_env": "KEY", "apps": {"mail": {"keep": True}}}
+    config = load_config({"cloud": cloud}, {})
+    assert config.cloud.base_url == "https://api.example.org/v1"
+    assert (config.cloud.apps["mail"].keep, config.cloud.apps["mail"].private) == (True, False)
+    assert config.origins["cloud.key_env"] == "code"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "api.example.org/v1",
+        "ftp://example.org",
+        "https://",
+        "https:///v1",
+        "https://me:sesame@example.org/v1",
+        "https://example.org/v1?key=sesame",
+        "https://example.org/v1#sesame",
+        "https://example.org/sesame v1",
+        "https://example.org:0/sesame",
+        "https://example.org:99999/sesame",
+        "https://[sesame/v1",
+        "https://bücher.example/sesame",
+        "https://example.org/sesame\r\nX: 1",
+    ],
+)
+def test_an_address_that_is_none_or_has_a_secret_is_not_quoted(url):
+    with pytest.raises(ConfigError, match=r"cloud\.base_url: expected a URL") as caught:
+        load_config({"cloud": CLOUD | {"base_url": url}}, {})
+    assert "sesame" not in str(caught.value)
+
+
+def test_a_key_in_place_of_its_variable_is_not_quoted():
+    with pytest.raises(ConfigError, match="never the key itself") as caught:
+        load_config({"cloud": CLOUD | {"key_env": "sk-sesame"}}, {})
+    assert "sesame" not in str(caught.value)

@@ -125,13 +125,40 @@ def _settings(config: Config) -> list[Finding]:
     ]
     if (line := config.nothing_enabled()) is not None:
         findings.append(Finding("configuration", "plugins", "none", next_step=line))
-    findings += _table_values("service", config.service, config)
-    findings += _table_values("memory", config.memory, config)
+    findings += _values("service", config.service, _origins("service", config))
+    findings += _values("memory", config.memory, _origins("memory", config))
+    findings += _cloud(config)
     for name, table in config.plugins.items():
         if table.enabled:
             findings += _plugin_settings(name, config)
         else:
             findings.append(Finding("configuration", f"plugins.{name}", "off"))
+    return findings
+
+
+def _origins(table: str, config: Config) -> dict[str, str]:
+    """Return the origins of a table's keys."""
+    prefix = f"{table}."
+    return {
+        key.removeprefix(prefix): origin
+        for key, origin in config.origins.items()
+        if key.startswith(prefix)
+    }
+
+
+def _cloud(config: Config) -> list[Finding]:
+    """Check the cloud that the service asks; the key itself is not shown."""
+    if (cloud := config.cloud) is None:
+        return []
+    origins = _origins("cloud", config)
+    findings = [one for one in _values("cloud", cloud, origins) if one.name != "cloud.apps"]
+    for name, app in cloud.apps.items():
+        use = "private" if app.private else "sent and kept" if app.keep else "sent"
+        findings.append(Finding("configuration", f"cloud.apps.{name}", use, origins["apps"]))
+    if cloud.key_env is not None and not os.environ.get(cloud.key_env):
+        problem = f"the variable {cloud.key_env} is not set"
+        step = "set it to the service's key"
+        findings.append(Finding("configuration", "cloud key", None, None, problem, step))
     return findings
 
 
@@ -161,17 +188,6 @@ def _plugin_settings(name: str, config: Config) -> list[Finding]:
         return [Finding("configuration", f"plugins.{name}", None, None, problem, step)]
     finally:
         hooks.shutdown()
-
-
-def _table_values(name: str, settings: BaseModel, config: Config) -> list[Finding]:
-    """Return the values of a table beside the plugins'."""
-    prefix = f"{name}."
-    origins = {
-        key.removeprefix(prefix): origin
-        for key, origin in config.origins.items()
-        if key.startswith(prefix)
-    }
-    return _values(name, settings, origins)
 
 
 def _values(prefix: str, settings: BaseModel, origins: Mapping[str, str]) -> list[Finding]:

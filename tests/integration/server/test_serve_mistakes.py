@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 import fork_server
 import numpy as np
@@ -130,3 +131,28 @@ def test_server_help():
         [*LLMAAS, "serve", "--server-help"], capture_output=True, text=True, check=True
     )
     assert "--n_gpu_layers" in done.stdout
+
+
+CLOUD = '[cloud]\nbase_url = "http://localhost:1/v1"\nmodel = "large"\nkey_env = "CLOUD_KEY"\n'
+
+
+@pytest.mark.parametrize(
+    ("key", "tables", "message"),
+    [
+        ("", "", "cloud.key_env: the variable CLOUD_KEY is not set"),
+        (" ", "", "cloud.key_env: the variable CLOUD_KEY is not set"),
+        ("sesame\nX: 1", "", "the variable CLOUD_KEY must contain printable ASCII"),
+        ("k", "[cloud.apps.mial]\nprivate = true", "no such app in service.key_file. Did you mean"),
+        ("k", "[cloud.apps.mail]\nkeep = true", "cloud.apps.mail.keep needs the datastore"),
+    ],
+)
+def test_a_cloud_that_cannot_be_asked(refused, monkeypatch, key, tables, message):
+    keys = Path("keys.toml")  # in the test's own folder
+    keys.touch(mode=0o600)
+    keys.write_text('mail = "mail-0123456789abcdef"')
+    service = '[service]\nkey_file = "keys.toml"\n'
+    Path("llmaas.toml").write_text(service + CLOUD + tables)
+    monkeypatch.setenv("CLOUD_KEY", key)
+    said = refused("--toy", "--config", "llmaas.toml")
+    assert message in said
+    assert "sesame" not in said

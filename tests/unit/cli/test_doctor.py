@@ -251,3 +251,23 @@ def test_memory_limit_elsewhere(tmp_path):
 def test_memory_limit_is_shown(examined, monkeypatch):
     monkeypatch.setattr(diagnosis, "memory_limit_bytes", lambda: 64 << 20)
     assert examined()[1]["machine", "cgroup memory limit"]["value"] == "64 MiB"
+
+
+def test_a_cloud_whose_key_is_missing(examined, tmp_path, monkeypatch):
+    path = tmp_path / "my.toml"
+    path.write_text(
+        '[cloud]\nbase_url = "https://example.org/v1"\nmodel = "large"\nkey_env = "CLOUD_KEY"\n'
+        "[cloud.apps.mail]\nkeep = true\n[cloud.apps.diary]\nprivate = true\n"
+    )
+    monkeypatch.delenv("CLOUD_KEY", raising=False)
+    code, found = examined("--config", str(path))
+    assert code == 1
+    assert found["configuration", "cloud key"]["problem"] == "the variable CLOUD_KEY is not set"
+    assert found["configuration", "cloud.model"]["origin"] == "my.toml"
+    assert found["configuration", "cloud.timeout_s"]["origin"] == "default"
+    assert found["configuration", "cloud.apps.mail"]["value"] == "sent and kept"
+    assert found["configuration", "cloud.apps.diary"]["value"] == "private"
+    monkeypatch.setenv("CLOUD_KEY", "sesame")
+    code, found = examined("--config", str(path))
+    assert code == 0
+    assert "sesame" not in repr(found)
