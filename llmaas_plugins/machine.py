@@ -16,6 +16,7 @@ __all__ = [
     "drop_cached",
     "memory_limit_bytes",
     "nearest_directory",
+    "peak_bytes",
     "processor_name",
     "release_memory",
     "resident_bytes",
@@ -78,6 +79,20 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     except FileNotFoundError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def peak_bytes() -> int:
+    """Return the peak resident memory of this process so far.
+
+    ``getrusage`` begins with the peak of the parent process, so it serves only where /proc is
+    hidden.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except FileNotFoundError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    peak = next(line for line in lines if line.startswith("VmHWM:"))
+    return int(peak.split()[1]) << 10
 
 
 def release_memory() -> None:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmaas_eval.internals import finish_writes
+from llmaas_plugins.machine import peak_bytes
 
-__all__ = ["App", "Lengths", "Taken", "peak_bytes"]
+__all__ = ["App", "Lengths", "Taken"]
 
 _SYSTEM = {"role": "system", "content": "You help with everything."}
 
@@ -165,16 +166,6 @@ def _idle() -> None:
 
 def _random_tokens(seed: int, n: int) -> list[int]:
     return np.random.default_rng(seed).integers(300, 4000, n).tolist()
-
-
-def peak_bytes() -> int:
-    """Return this process's peak resident memory (RSS) in bytes.
-
-    ``getrusage`` does not work for this: it starts from the peak of the parent process.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["VmHWM"].split()[0]) << 10
 
 
 def _status() -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from llmaas_eval.inference import peak_bytes
 from llmaas_eval.switching.groups import MemoryGroup
+from llmaas_plugins.machine import peak_bytes
 
 __all__ = ["LimitedApp"]
 

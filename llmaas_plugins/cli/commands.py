@@ -24,7 +24,7 @@ __all__ = ["run_command"]
 # function of the parsed arguments that returns the exit code. A parser with `takes_rest=True` also
 # passes `func` the list of options that it did not declare; for other parsers these are errors.
 _COMMANDS = (
-    *("setup", "run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash"),
+    *("setup", "tune", "run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash"),
     *("elastic", "deadlines"),
 )
 

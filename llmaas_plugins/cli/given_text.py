@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llmaas_hooks import Tokens
 
-__all__ = ["packaged_tokens", "tokens_of"]
+__all__ = ["packaged_conversations", "packaged_tokens", "tokens_of"]
 
 
 def tokens_of(content: bytes, model: Any) -> Tokens:
@@ -24,3 +25,17 @@ def packaged_tokens(model: Any, n_tokens: int) -> dict[str, Tokens]:
     texts = packaged_texts()
     n_each = max(n_tokens // len(texts), 1)
     return {name: tokens_of(text.encode(), model)[:n_each] for name, text in texts.items()}
+
+
+def packaged_conversations() -> list[str]:
+    """Return the packaged conversations, which no calibration reads."""
+    from importlib.resources import files
+
+    from llmaas_plugins.chats.exports import load_conversations
+
+    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
+    talks = [talk for path in sorted(folder.glob("*.jsonl")) for talk in load_conversations(path)]
+    return [
+        "\n".join(f"{message.role.capitalize()}: {message.content}" for message in talk.messages)
+        for talk in talks
+    ]

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from llmaas_hooks import ConfigError, LlmaasError
+from llmaas_hooks import ConfigError
 from llmaas_plugins.demo.scenario import Script, ScriptedCall, make_trace, scripts_from
-from llmaas_plugins.demo.worker import CallResult, Failed, Usage, WorkerSpec, serve_worker
+from llmaas_plugins.demo.worker import CallResult, Usage, WorkerSpec, serve_worker
 from llmaas_plugins.model.loading import vocabulary
-from llmaas_plugins.signals import signals_wait
+from llmaas_plugins.worker_process import WorkerProcess, worker_process
 
 __all__ = ["OURS", "DemoOptions", "DemoRun", "ram_budget", "run_demo", "worker_spec"]
 
 OURS = "llmaas"
 _SYSTEMS = ("recompute", "state files", "LlamaDiskCache", OURS)
+_THEN = "Try fewer --contexts or a smaller --n-ctx."
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +91,25 @@ def run_demo(options: DemoOptions) -> DemoRun:
     with ExitStack() as stack:
         folder = stack.enter_context(_folder())
         specs = [worker_spec(name, options, scripts, folder, budget) for name in _SYSTEMS]
-        pipes = {spec.system: stack.enter_context(_worker(spec)) for spec in specs}
-        for name, pipe in pipes.items():
-            _receive(name, pipe)
+        workers = {
+            spec.system: stack.enter_context(
+                worker_process(f"system {spec.system!r}", serve_worker, spec, _THEN)
+            )
+            for spec in specs
+        }
+        for worker in workers.values():
+            worker.receive()
         for i, call in enumerate(tqdm(trace, desc="calls", unit="call", disable=None)):
             if call.context in full:
                 continue
-            row = _call_all(pipes, call, first=i % len(_SYSTEMS))
+            row = _call_all(workers, call, first=i % len(_SYSTEMS))
             if row is None:
                 full.add(call.context)
                 continue
             made.append(call)
             for name, result in row.items():
                 results[name].append(result)
-        usage = {name: _ask(name, pipe, None) for name, pipe in pipes.items()}
+        usage = {name: worker.ask(None) for name, worker in workers.items()}
     if all(result.switch_s is None for result in results[OURS]):
         raise ConfigError(
             f"no context was switched in {len(made)} calls, so there is nothing to compare. "
@@ -125,12 +127,12 @@ def _folder() -> Iterator[Path]:
 
 
 def _call_all(
-    pipes: dict[str, Connection], call: ScriptedCall, first: int
+    workers: Mapping[str, WorkerProcess], call: ScriptedCall, first: int
 ) -> dict[str, CallResult] | None:
     """Make a call on each system, from system ``first`` on; return None if the context is full."""
     row: dict[str, CallResult] = {}
     for name in (*_SYSTEMS[first:], *_SYSTEMS[:first]):
-        result = _ask(name, pipes[name], (call.context, call.turn))
+        result = workers[name].ask((call.context, call.turn))
         if not isinstance(result, CallResult):
             return None
         row[name] = result
@@ -177,55 +179,3 @@ def worker_spec(
     table = {"codec": options.codec, "ram_budget": budget, "store": str(own / "kv")}
     suite = {"on_error": "raise", "plugins": {"kv_chunks": table}} if name == OURS else None
     return WorkerSpec(name, options.model, llama, own, suite, tuple(scripts), options.n_new, budget)
-
-
-@contextmanager
-def _worker(spec: WorkerSpec) -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve_worker, args=(spec, theirs), daemon=True)
-    with _started_in_peace():
-        process.start()
-    theirs.close()
-    try:
-        yield ours
-        ours.close()
-        process.join(timeout=10)
-    finally:
-        ours.close()
-        process.kill()
-        process.join()
-
-
-@contextmanager
-def _started_in_peace() -> Iterator[None]:
-    """Block signals while a process starts, and keep Ctrl-C blocked in that process.
-
-    A terminal sends Ctrl-C to all processes, but only the main one should handle it.
-    """
-    resource_tracker.ensure_running()  # it would unblock signals if the first start ran it
-    with signals_wait():  # also signals that other threads get
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _ask(name: str, pipe: Connection, request: object) -> Any:
-    with suppress(ConnectionError):  # it died; ``_receive`` reports why
-        pipe.send(request)
-    return _receive(name, pipe)
-
-
-def _receive(name: str, pipe: Connection) -> Any:
-    try:
-        answer = pipe.recv()
-    except (EOFError, ConnectionError) as error:
-        raise LlmaasError(
-            f"the process of system {name!r} died, maybe because it ran out of memory. Try fewer "
-            "--contexts or a smaller --n-ctx."
-        ) from error
-    if isinstance(answer, Failed):
-        raise LlmaasError(f"system {name!r} failed: {answer.reason}")
-    return answer

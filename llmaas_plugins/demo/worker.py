@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import resource
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,10 +16,9 @@ import numpy as np
 from llmaas_hooks import Tokens
 from llmaas_plugins.demo.scenario import Script
 
-__all__ = ["CallResult", "Failed", "Usage", "WorkerSpec", "serve_worker"]
+__all__ = ["CallResult", "Usage", "WorkerSpec", "serve_worker"]
 
 _FULL = "full"
-_log = logging.getLogger("llmaas.demo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +93,12 @@ class _ContextState:
     n_calls: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Answer of a system that cannot answer any more calls."""
-
-    reason: str
-
-
 def serve_worker(spec: WorkerSpec, pipe: Connection) -> None:
     """Serve a worker's pipe until the demo ends.
 
     The answer to ``(context, turn)`` is a ``CallResult``, or ``"full"``. The answer to None is
-    ``Usage``. After an error the answer is ``Failed``. Ctrl-C is ignored, because the demo itself
-    handles it.
+    ``Usage``.
     """
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    with contextlib.suppress(EOFError, ConnectionError):
-        try:
-            _answer(spec, pipe)
-        except (EOFError, ConnectionError):
-            raise
-        except Exception as error:
-            _log.debug("the system failed", exc_info=error)
-            pipe.send(Failed(f"{type(error).__name__}: {error}"))
-
-
-def _answer(spec: WorkerSpec, pipe: Connection) -> None:
     with _suite(spec):
         worker = _Worker(spec)
         pipe.send("ready")

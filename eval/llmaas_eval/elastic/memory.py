@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from llmaas_eval.batches import Batches, batches, loaded
-from llmaas_eval.inference import peak_bytes
 from llmaas_plugins import activate, elastic
+from llmaas_plugins.machine import peak_bytes
 
 __all__ = ["peak_with"]
 

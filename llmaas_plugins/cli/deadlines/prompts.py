@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import content_of
-from llmaas_plugins.cli.given_text import tokens_of
+from llmaas_plugins.cli.given_text import packaged_conversations, tokens_of
 from llmaas_plugins.files.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -95,17 +95,9 @@ def _prompt(path: Path, number: int, line: bytes) -> str:
 
 def _texts(paths: Sequence[Path] | None) -> list[bytes]:
     """Return the given texts, or the packaged ones and the packaged conversations."""
-    from importlib.resources import files
-
-    from llmaas_plugins.chats.exports import load_conversations
     from llmaas_plugins.elastic.calibration import packaged_texts
 
     if paths:
         return [content_of(path) for path in paths]
-    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
-    talks = [talk for path in sorted(folder.glob("*.jsonl")) for talk in load_conversations(path)]
-    spoken = [
-        "\n".join(f"{message.role.capitalize()}: {message.content}" for message in talk.messages)
-        for talk in talks
-    ]
-    return [text.encode() for text in (*packaged_texts().values(), *spoken)]
+    texts = (*packaged_texts().values(), *packaged_conversations())
+    return [text.encode() for text in texts]

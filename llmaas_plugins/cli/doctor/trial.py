@@ -20,7 +20,7 @@ from llmaas_plugins.server import import_server
 if TYPE_CHECKING:
     from llmaas_plugins.config import Config
 
-__all__ = ["model_findings"]
+__all__ = ["left_alone", "model_findings"]
 
 _N_CTX = 512
 _SECTION = "model"
@@ -92,7 +92,7 @@ def _reported(config: Config, status: dict[str, Any]) -> Iterator[Finding]:
     for name in config.enabled():
         failed = errors.get(name, {})
         report = status["plugins"].get(name) or {}
-        left = _left_alone(report)
+        left = left_alone(report)
         if failed:
             first = next(iter(failed.values()))
             step = f"correct it, or remove {name} from the configuration"
@@ -109,7 +109,7 @@ def _reported(config: Config, status: dict[str, Any]) -> Iterator[Finding]:
                 yield short_of_room(_SECTION, wanted, left, "beside this model")
 
 
-def _left_alone(report: dict[str, Any]) -> str | None:
+def left_alone(report: dict[str, Any]) -> str | None:
     """Return why a plugin leaves the model alone, or None if it does not."""
     found = report.get("left_alone")
     reasons = list(found.values()) if isinstance(found, dict) else found

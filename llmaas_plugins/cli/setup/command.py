@@ -225,6 +225,8 @@ def _then(
     yield f"Apps need no change: they load {args.model} as before."
     yield f"    llmaas run{config} app.py"
     yield f"    llmaas serve{config} --model {shlex.quote(str(args.model))}"
+    yield "Then measure what each plugin gains here, and switch off those that gain nothing:"
+    yield f"    llmaas tune{config} {shlex.quote(str(args.model))}"
     if (improving := report.get("improving")) is not None:
         seconds = sum(estimates.seconds.get(step.name, 0) for step in improving_steps(job))
         yield (

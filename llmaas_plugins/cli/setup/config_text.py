@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.switches import switched, switches
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.partial_file import write_bytes
 
-__all__ = ["Settings", "check_ours", "config_text", "write_config"]
+__all__ = ["Settings", "check_ours", "config_text", "write_config", "write_switches"]
 
 _FIRST = re.compile(r"# Written by `llmaas setup`; sha256 of the lines below: ([0-9a-f]{64})\n")
 
@@ -80,8 +82,7 @@ def config_text(settings: Settings) -> str:
             "# Next-token mixing with the chats that were given.\n"
             f"[plugins.knn_lm]\nstore = {_quoted(settings.store)}\n"
         )
-    body = "\n".join(parts)
-    return f"# Written by `llmaas setup`; sha256 of the lines below: {_hash(body)}\n{body}"
+    return _stamped("\n".join(parts))
 
 
 def check_ours(path: Path) -> None:
@@ -100,12 +101,32 @@ def check_ours(path: Path) -> None:
 def write_config(path: Path, text: str) -> None:
     """Write the file, unless somebody else changed it meanwhile.
 
+    Plugins that ``llmaas tune`` switched off in the file stay off.
+
     Raises:
         ConfigError: The file exists and is not as ``llmaas setup`` wrote it.
         StoreError: The file cannot be written.
     """
     check_ours(path)
-    write_bytes(path, text.encode())
+    with as_store_error(f"cannot read {path}"):
+        before = path.read_text("utf-8") if path.exists() else ""
+    write_bytes(path, _switched(text, switches(before)).encode())
+
+
+def write_switches(path: Path, choice: Mapping[str, bool]) -> None:
+    """Switch plugins on or off in a file, whoever wrote it.
+
+    A file that ``llmaas setup`` wrote stays its own.
+
+    Raises:
+        ConfigError: The file is no TOML, or its switches cannot be changed alone.
+        StoreError: The file cannot be read or written.
+    """
+    with as_store_error(f"cannot read {path}"):
+        text = path.read_bytes().decode("utf-8")
+    is_ours = _FIRST.match(text) is not None and _is_ours(path)
+    changed = _switched(text, choice) if is_ours else switched(text, choice)
+    write_bytes(path, changed.encode())
 
 
 def _is_ours(path: Path) -> bool:
@@ -118,6 +139,17 @@ def _is_ours(path: Path) -> bool:
         text = path.read_text("utf-8", "replace")
     found = _FIRST.match(text)
     return found is not None and _hash(text[found.end() :]) == found[1]
+
+
+def _switched(text: str, choice: Mapping[str, bool]) -> str:
+    """Return a text of ``llmaas setup`` with plugins on or off, which counts as its own, too."""
+    found = _FIRST.match(text)
+    return _stamped(switched(text[found.end() if found else 0 :], choice))
+
+
+def _stamped(body: str) -> str:
+    """Return a text with the first line, by which it is known again."""
+    return f"# Written by `llmaas setup`; sha256 of the lines below: {_hash(body)}\n{body}"
 
 
 def _hash(text: str) -> str:

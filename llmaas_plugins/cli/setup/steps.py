@@ -20,7 +20,17 @@ from llmaas_plugins.cli.setup.record import Done, folder_of, key_of
 from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.model.digest import file_digest
 
-__all__ = ["N_REQUESTS", "STEPS", "Job", "Step", "holds", "improving_steps", "run", "steps_of"]
+__all__ = [
+    "N_REQUESTS",
+    "STEPS",
+    "Job",
+    "Step",
+    "holds",
+    "improving_steps",
+    "run",
+    "steps_of",
+    "widths_of",
+]
 
 STEPS = ("prepare", "pack", "profile", "learn", "datastore")
 """Names of the steps, in their order."""
@@ -106,7 +116,7 @@ class Step(NamedTuple):
             file_digest(path) if path in models else hashlib.sha256(content_of(path)).hexdigest()
             for path in self.inputs
         ]
-        return key_of(self.arguments, [*digests, *_widths(job.made, self.table)])
+        return key_of(self.arguments, [*digests, *widths_of(job.made, self.table)])
 
 
 def steps_of(job: Job) -> list[Step]:
@@ -185,6 +195,23 @@ def run(step: Step) -> str | None:
     return path if isinstance(path, str) else None
 
 
+def widths_of(made: Path, table: str | None) -> list[str]:
+    """Return what names a table's widths, which the digest of a file does not count.
+
+    Args:
+        made: The file.
+        table: Name of the table. If it is None, or the file lacks it, there are no names.
+    """
+    from llmaas_plugins.elastic.level_identity import levels_key
+    from llmaas_plugins.elastic.metadata import read_elastic
+
+    elastic = None if table is None else read_elastic(made)
+    if elastic is None or table is None or table not in elastic.tables:
+        return []
+    adapters = elastic.adapters.get(table)
+    return [levels_key(elastic.levels, elastic.tables[table], elastic.biases_of(table), adapters)]
+
+
 # -- inside --------------------------------------------------------------------------------------
 
 
@@ -203,18 +230,6 @@ def _learn(job: Job, name: str, table: str, *options: str) -> Step:
     what = "measure how often each level answers as the whole model"
     arguments = ("deadlines", "learn", str(job.made), "--table", table, *options, "--json")
     return Step(name, what, arguments, (job.made,), table)
-
-
-def _widths(made: Path, table: str | None) -> list[str]:
-    """Return what names a table's widths, if the file has it."""
-    from llmaas_plugins.elastic.level_identity import levels_key
-    from llmaas_plugins.elastic.metadata import read_elastic
-
-    elastic = None if table is None else read_elastic(made)
-    if elastic is None or table is None or table not in elastic.tables:
-        return []
-    adapters = elastic.adapters.get(table)
-    return [levels_key(elastic.levels, elastic.tables[table], elastic.biases_of(table), adapters)]
 
 
 def _lengths(model: Path) -> tuple[str, ...]:
