@@ -342,7 +342,7 @@ class Residency:
 
     def _bytes_of(self, budget: int | None) -> int:
         set_ones = [n for n in (budget, process_memory.budget()) if n is not None]
-        return min(set_ones, default=None) or process_memory.obtainable_bytes()
+        return int(min(set_ones)) if set_ones else process_memory.obtainable_bytes()
 
     def _needs(self, models: list[_Model]) -> list[Needs]:
         return [model.needs(self._arena) for model in models]

@@ -178,6 +178,7 @@ def _key(plan: Plan, name: str, passed: Sequence[str]) -> str:
         Machine.this().model_dump(),
         name,
         plan.minutes,
+        plan.config.memory.budget,
         [file_digest(plan.model), file_digest(plan.made)],
         settings,
         [hashlib.sha256(text).hexdigest() for text in plan.texts],

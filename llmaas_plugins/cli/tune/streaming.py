@@ -36,9 +36,10 @@ def measure_streaming(bench: Bench) -> Figures:
                 cases.append(_case(bench, SPARSE, vanilla, engine))
                 state = engine.state() if is_sparse else state
         budget = state.plugins[_NAME]["memory_budget"]
-        if _settings(bench).memory_budget is not None and state.peak_bytes > budget:
+        is_set = _settings(bench).memory_budget or bench.config.memory.budget
+        if is_set and state.peak_bytes > budget:
             broken.append(
-                f"the process took {size_text(state.peak_bytes)}, above its memory_budget of "
+                f"the process took {size_text(state.peak_bytes)}, above its memory budget of "
                 f"{size_text(budget)}"
             )
         return figures_of(_NAME, cases, state, vanilla.state(), broken=broken)

@@ -172,7 +172,7 @@ def test_files_that_cannot_be_used(alone, made, capsys, place, content):
 
 @pytest.mark.usefixtures("machine")
 def test_without_a_budget_the_plan_follows_the_system(made, capsys, monkeypatch):
-    monkeypatch.setattr("llmaas_plugins.flash_weights.residency.available_bytes", lambda: 200 * MIB)
+    monkeypatch.setattr("llmaas_plugins.process_memory.available_bytes", lambda: 200 * MIB)
     found = report(capsys, made, budget=None)
     assert found["budget"] == 180 * MIB
     assert "memory_budget" not in found["settings"]

@@ -84,6 +84,7 @@ def test_example_is_called(name, make, called):
         assert hooks.kv_evict("other") == 0
         installed.settle()
         hooks.status()
+        hooks.memory()
         llama.close()
     finally:
         installed.revert()

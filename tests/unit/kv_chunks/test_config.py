@@ -20,7 +20,7 @@ def configured(table, environ=None):
 
 def test_defaults():
     config = configured({})
-    assert (config.codec, config.ram_budget, config.disk_budget) == (
+    assert (config.codec, config.ram_bytes, config.disk_budget) == (
         "tolerance",
         256 * MiB,
         4096 * MiB,
