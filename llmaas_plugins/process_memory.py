@@ -23,6 +23,7 @@ __all__ = [
     "add_limit",
     "add_user",
     "budget",
+    "enforce",
     "grant",
     "has_other_limits",
     "obtainable_bytes",
@@ -48,6 +49,9 @@ class Limit(Protocol):
 
     def grant(self, n_bytes: int) -> int:
         """Make room for up to ``n_bytes`` more; return the bytes that may be taken."""
+
+    def enforce(self) -> None:
+        """Release what this keeper itself holds above the limit."""
 
 
 class User(Protocol):
@@ -117,6 +121,12 @@ def room() -> int | None:
 def grant(n_bytes: int) -> int:
     """Make room for up to ``n_bytes`` more; return the bytes that a user may take now."""
     return min((limit.grant(n_bytes) for limit in _alive(_limits)), default=n_bytes)
+
+
+def enforce() -> None:
+    """Let each limit release what its keeper holds above it."""
+    for limit in _alive(_limits):
+        limit.enforce()
 
 
 def releasable() -> int:

@@ -277,11 +277,10 @@ class Residency:
         if not models:
             return []
         points = ((0, 0.0), (most, saved_s))
-        return [MemoryClaim("weights kept in memory", held, most, points, self._take_rest)]
+        return [MemoryClaim("weights kept in memory", held, most, points, lambda _: self.enforce())]
 
-    def _take_rest(self, n_bytes: int) -> None:
+    def enforce(self) -> None:
         """Keep the weights that fit into what others leave now."""
-        del n_bytes
         with self.lock:
             if self._models:
                 self.look()

@@ -58,9 +58,10 @@ def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
     return [min(n * STEP, claim.most) for n, claim in zip(given, claims, strict=True)]
 
 
-def saved_s(claims: Sequence[MemoryClaim], sizes: Sequence[int]) -> float:
-    """Return the seconds saved a second if the claims have memory of these sizes, in bytes."""
-    return sum(_at(claim, size) for claim, size in zip(claims, sizes, strict=True))
+def saved_s(claim: MemoryClaim, size: int) -> float:
+    """Return the seconds that a claim saves a second with memory of this size, in bytes."""
+    sizes, seconds = np.array(claim.saved or [(0, 0.0)], dtype=np.float64).T
+    return float(np.interp(size, sizes, seconds))
 
 
 def values(claim: MemoryClaim) -> Values:
@@ -75,11 +76,6 @@ def _curve(claim: MemoryClaim) -> NDArray[np.float64]:
     """Return the seconds saved a second by 0, 1, … steps of memory, shape ``(n + 1,)``."""
     sizes, seconds = np.array(claim.saved or [(0, 0.0)], dtype=np.float64).T
     return np.interp(np.arange(claim.most // STEP + 1) * STEP, sizes, seconds)
-
-
-def _at(claim: MemoryClaim, size: int) -> float:
-    sizes, seconds = np.array(claim.saved or [(0, 0.0)], dtype=np.float64).T
-    return float(np.interp(size, sizes, seconds))
 
 
 def _best(curve: NDArray[np.float64], sign: int = 1) -> tuple[float, int]:

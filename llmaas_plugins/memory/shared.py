@@ -41,7 +41,7 @@ _EVERY_S = 0.5
 _PAUSE_S = 15.0
 """Least time between two moves: read-in weights and refilled contexts cost time, too."""
 _GAIN, _LEAST_GAIN_S = 1.1, 1e-3
-"""A move must save so many times what the present division saves, and so many more seconds a
+"""A move must save so many times the time that it costs elsewhere, and so many more seconds a
 second. It would otherwise follow noise."""
 _SHOWN_MOVES = 8
 
@@ -99,6 +99,9 @@ class SharedMemory(forks.Forked):
         if budget is None or process_memory.has_other_limits(self):
             return None
         return budget - process_memory.SPARE_BYTES - resident_bytes() - process_memory.promised()
+
+    def enforce(self) -> None:
+        """Do nothing: those who may give memory back are asked elsewhere."""
 
     def grant(self, n_bytes: int) -> int:
         """Return how many of ``n_bytes`` may be taken."""
@@ -199,11 +202,8 @@ class SharedMemory(forks.Forked):
             room = process_memory.room() or 0
         if room < 0:
             raise _unmet(budget, budget - room, "what the process needs", -room)
-        claims = self._claims()
-        if resident_bytes() + process_memory.promised() > budget - process_memory.SPARE_BYTES:
-            for claim in claims:  # weights that make room only with the next batch
-                claim.resize(claim.held)
-        return claims
+        process_memory.enforce()
+        return self._claims()
 
     def _divide(self, claims: Sequence[MemoryClaim]) -> None:
         room = process_memory.room()
@@ -211,16 +211,23 @@ class SharedMemory(forks.Forked):
             return
         held = [claim.held for claim in claims]
         wanted = divide(room + process_memory.releasable(), claims)
-        now, then = saved_s(claims, held), saved_s(claims, wanted)
-        if then < max(_GAIN * now, now + _LEAST_GAIN_S):
+        changes = [
+            saved_s(claim, size) - saved_s(claim, was)
+            for claim, was, size in zip(claims, held, wanted, strict=True)
+        ]
+        gain_s, loss_s = (
+            sum(max(0.0, one) for one in changes),
+            -sum(min(0.0, one) for one in changes),
+        )
+        if gain_s < _GAIN * loss_s + _LEAST_GAIN_S:
             return
         self._moved_at = time.monotonic()
         self._n_moves += 1
-        changes = list(zip(claims, held, wanted, strict=True))
-        move = {claim.owner: [was, size] for claim, was, size in changes}
-        self._moves.append({"at": time.time(), "bytes": move, "saved_s": [now, then]})
-        _log.info("memory moves to save %.1f %% of the time: %s", 100 * (then - now), move)
-        for claim, _, size in sorted(changes, key=lambda one: one[2] - one[1]):  # release first
+        sizes = list(zip(claims, held, wanted, strict=True))
+        move = {claim.owner: [was, size] for claim, was, size in sizes}
+        self._moves.append({"at": time.time(), "bytes": move, "saved_s": gain_s - loss_s})
+        _log.info("memory moves to save %.1f %% of the time: %s", 100 * (gain_s - loss_s), move)
+        for claim, _, size in sorted(sizes, key=lambda one: one[2] - one[1]):  # release first
             claim.resize(size)
 
     def _require(self, create: ContextCreate) -> None:

@@ -107,7 +107,7 @@ def test_memory_moves_to_whom_it_saves_most(process, memory):
 
 def test_small_gains_and_a_second_move_at_once_are_not_worth_it(process, memory):
     process.held = {"weights": 100 * MIB, "contexts": 100 * MIB}
-    process.saved = {"weights": ((400 * MIB, 0.40),), "contexts": ((400 * MIB, 0.42),)}
+    process.saved = {"weights": ((400 * MIB, 0.40),), "contexts": ((400 * MIB, 0.42),)}  # 5 % more
     memory.look()
     assert held(process) == {"weights": 100, "contexts": 100}
     process.saved["contexts"] = ((400 * MIB, 0.6),)
@@ -178,6 +178,9 @@ def test_another_keeper_of_the_budget_answers_instead(process, memory):
 
         def grant(self, n_bytes):
             return min(5, n_bytes)
+
+        def enforce(self):
+            pass
 
     keeper = Keeper()
     process_memory.add_limit(keeper)
