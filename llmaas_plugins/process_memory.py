@@ -50,8 +50,8 @@ class Limit(Protocol):
     def grant(self, n_bytes: int) -> int:
         """Make room for up to ``n_bytes`` more; return the bytes that may be taken."""
 
-    def enforce(self) -> None:
-        """Release what this keeper itself holds above the limit."""
+    def enforce(self, *, waits: bool) -> None:
+        """Release what this keeper itself holds above the limit; may wait until it can."""
 
 
 class User(Protocol):
@@ -123,10 +123,10 @@ def grant(n_bytes: int) -> int:
     return min((limit.grant(n_bytes) for limit in _alive(_limits)), default=n_bytes)
 
 
-def enforce() -> None:
-    """Let each limit release what its keeper holds above it."""
+def enforce(*, waits: bool) -> None:
+    """Let each limit release what its keeper holds above it, with ``waits`` before this returns."""
     for limit in _alive(_limits):
-        limit.enforce()
+        limit.enforce(waits=waits)
 
 
 def releasable() -> int:

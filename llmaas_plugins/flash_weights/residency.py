@@ -277,14 +277,19 @@ class Residency:
         if not models:
             return []
         points = ((0, 0.0), (most, saved_s))
-        return [MemoryClaim("weights kept in memory", held, most, points, lambda _: self.enforce())]
+        return [
+            MemoryClaim(
+                "weights kept in memory", held, most, points, lambda _: self.enforce(waits=False)
+            )
+        ]
 
-    def enforce(self) -> None:
+    def enforce(self, *, waits: bool) -> None:
         """Keep the weights that fit into what others leave now."""
         with self.lock:
             if self._models:
-                self.look()
-                self.share(waits=True)
+                if waits:
+                    self.look()
+                self.share(waits=waits)
 
     def relieve(self, n_bytes: int = 0) -> None:
         """Let others release what exceeds the budget before something takes ``n_bytes`` more.

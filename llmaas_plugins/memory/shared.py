@@ -47,7 +47,12 @@ _SHOWN_MOVES = 8
 
 
 class SharedMemory(forks.Forked):
-    """Plugin that keeps the memory budget of the process and divides it."""
+    """Plugin that keeps the memory budget of the process and divides it.
+
+    A look takes locks of the plugins, so a fork waits for it before it takes any of them.
+    """
+
+    comes_first = True
 
     def __init__(self, budget: int, claims: Callable[[], list[MemoryClaim]]) -> None:
         """Set the budget, and start to divide it with the first context.
@@ -85,10 +90,10 @@ class SharedMemory(forks.Forked):
         with self._lock:
             old, self._budget = self._budget, n_bytes
             try:
-                self._obey()
+                self._obey(waits=True)
             except UnmetBudgetError:
                 self._budget = old
-                self._obey()
+                self._obey(waits=True)
                 raise
 
     # -- limit of the process -------------------------------------------------------------------
@@ -100,8 +105,9 @@ class SharedMemory(forks.Forked):
             return None
         return budget - process_memory.SPARE_BYTES - resident_bytes() - process_memory.promised()
 
-    def enforce(self) -> None:
+    def enforce(self, *, waits: bool) -> None:
         """Do nothing: those who may give memory back are asked elsewhere."""
+        del waits
 
     def grant(self, n_bytes: int) -> int:
         """Return how many of ``n_bytes`` may be taken."""
@@ -180,7 +186,7 @@ class SharedMemory(forks.Forked):
             if self._ended is None or self._ended.is_set():
                 return
             try:
-                claims = self._obey()
+                claims = self._obey(waits=False)
                 self._divide(claims)
             except Exception as error:  # a full disk, an unmet budget: the next look tries again
                 self._failures.failed("the memory budget: %s", error)
@@ -189,8 +195,12 @@ class SharedMemory(forks.Forked):
 
     # -- division -------------------------------------------------------------------------------
 
-    def _obey(self) -> list[MemoryClaim]:
+    def _obey(self, *, waits: bool) -> list[MemoryClaim]:
         """Release what exceeds the budget or what the system can give; return all claims.
+
+        Args:
+            waits: Whether to wait for models that compute. If not, they release memory when their
+                batch ends.
 
         Raises:
             UnmetBudgetError: Too little can be released.
@@ -202,7 +212,8 @@ class SharedMemory(forks.Forked):
             room = process_memory.room() or 0
         if room < 0:
             raise _unmet(budget, budget - room, "what the process needs", -room)
-        process_memory.enforce()
+        if waits or resident_bytes() > budget - process_memory.SPARE_BYTES:
+            process_memory.enforce(waits=waits)
         return self._claims()
 
     def _divide(self, claims: Sequence[MemoryClaim]) -> None:
@@ -215,10 +226,8 @@ class SharedMemory(forks.Forked):
             saved_s(claim, size) - saved_s(claim, was)
             for claim, was, size in zip(claims, held, wanted, strict=True)
         ]
-        gain_s, loss_s = (
-            sum(max(0.0, one) for one in changes),
-            -sum(min(0.0, one) for one in changes),
-        )
+        gain_s = sum(max(0.0, change) for change in changes)
+        loss_s = -sum(min(0.0, change) for change in changes)
         if gain_s < _GAIN * loss_s + _LEAST_GAIN_S:
             return
         self._moved_at = time.monotonic()

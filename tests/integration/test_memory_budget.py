@@ -203,3 +203,20 @@ def test_a_forked_child_keeps_the_budget_with_a_thread_of_its_own(reference_mode
         assert os.waitstatus_to_exitcode(found) == 0
         assert process_memory.budget() == 2 << 30
         llama.close()
+
+
+def test_forks_while_memory_is_looked_at(reference_model, monkeypatch):
+    """A fork waits for a look before it takes the locks that the look needs."""
+    monkeypatch.setattr("llmaas_plugins.memory.shared._EVERY_S", 0.001)
+    with (
+        activate(config("2 GiB", kv_chunks={"disk_budget": 0})) as active,
+        contextlib.closing(Llama(str(reference_model), **SETTINGS)) as llama,
+    ):
+        answers(llama)
+        active.settle()
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if active.plugin("memory").llmaas_status()["claims"] else 1)
+            _, found = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(found) == 0

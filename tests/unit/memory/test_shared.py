@@ -179,7 +179,7 @@ def test_another_keeper_of_the_budget_answers_instead(process, memory):
         def grant(self, n_bytes):
             return min(5, n_bytes)
 
-        def enforce(self):
+        def enforce(self, *, waits):
             pass
 
     keeper = Keeper()
