@@ -277,11 +277,12 @@ class Residency:
         if not models:
             return []
         points = ((0, 0.0), (most, saved_s))
-        return [
-            MemoryClaim(
-                "weights kept in memory", held, most, points, lambda _: self.enforce(waits=False)
-            )
-        ]
+        return [MemoryClaim("weights kept in memory", held, most, points, self._take_rest)]
+
+    def _take_rest(self, n_bytes: int) -> None:
+        """Keep what others leave, now that they gave memory back or may take more."""
+        del n_bytes
+        self.enforce(waits=False)
 
     def enforce(self, *, waits: bool) -> None:
         """Keep the weights that fit into what others leave now."""

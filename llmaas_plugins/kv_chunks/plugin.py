@@ -47,7 +47,7 @@ from llmaas_plugins.kv_chunks.plugin_counters import PluginCounters
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
-from llmaas_plugins.kv_chunks.store.store_files import SLAB
+from llmaas_plugins.kv_chunks.store.store_files import name_older
 from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
 from llmaas_plugins.kv_chunks.transfer.pipeline import Workers
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
@@ -282,7 +282,7 @@ class KVChunks:
         if config.disk_budget:
             disk = DiskStore(config.store, int(config.disk_budget))
         else:
-            _name_older(config.store.expanduser() / SLAB)
+            name_older(config.store.expanduser())
         return ChunkStore(
             Budget(config.ram_bytes),
             disk,
@@ -394,13 +394,3 @@ class KVChunks:
         named = f"{Path(path).name}: {reason}"
         if self._counters.refused(named):
             _log.warning("kv_chunks does not serve a context: %s", named)
-
-
-def _name_older(slab: Path) -> None:
-    """Log that an earlier run's contexts are still on disk; another app may need them."""
-    if slab.exists():
-        _log.warning(
-            "disk_budget is 0, but %s still holds contexts of earlier runs. Delete this folder if "
-            "no app needs them.",
-            slab.parent,
-        )

@@ -14,6 +14,7 @@ from llmaas_hooks import Engine, RequestCost, Tokens, common_prefix
 from llmaas_plugins import process_memory
 from llmaas_plugins.kv_chunks.compression.bit_allocator import AttentionSums
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, chain, chunk_key
+from llmaas_plugins.kv_chunks.store.tree import PrefixMatch
 from llmaas_plugins.kv_chunks.transfer.cell_layout import CellLayout
 from llmaas_plugins.kv_chunks.transfer.cell_loader import CellLoader, LoadResult
 from llmaas_plugins.kv_chunks.transfer.cells import KVCells
@@ -104,7 +105,7 @@ class Transfer:
         root = self._root(app)
         n_common = common_prefix(prompt, resident) if root == self._root(resident_app) else 0
         match = self._store.match(root, prompt)
-        if match.n_tokens <= n_common or self._layout.find(root) is None:
+        if not _is_worth_loading(match, n_common) or self._layout.find(root) is None:
             return RequestCost(n_common)
         planned = self._loader.plan(match, n_common)
         n_ready = match.n_tokens if planned.runs else n_common
@@ -143,7 +144,7 @@ class Transfer:
         is_open = self._loader.open(root)
         self._store.lock_working_set(self._owner, match.path)
         loaded = None
-        if match.n_tokens > n_present and is_open:
+        if is_open and _is_worth_loading(match, n_present):
             loaded = self._loader.load(match, prompt, n_present, started)
         if loaded is None and (n_taken is not None or is_emptied or app != resident_app):
             loaded = LoadResult(n_present, 0, 0, None, time.perf_counter() - started)
@@ -210,3 +211,12 @@ class Transfer:
         """Record the time of a batch that was evaluated at the end of sequence 0."""
         if n_tokens > 1:  # single tokens are decoding, not recompute
             self._profile.evaluated(n_tokens, self._cells.end() - n_tokens, seconds)
+
+
+def _is_worth_loading(match: PrefixMatch, n_present: int) -> bool:
+    """Return whether a load gains a chunk or more.
+
+    Evaluating fewer tokens takes next to no time. Nearly all prompts begin with the same token, and
+    a lossy codec would change what every other token sees of it.
+    """
+    return match.n_tokens - n_present >= CHUNK_TOKENS
