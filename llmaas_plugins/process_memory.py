@@ -18,8 +18,10 @@ from llmaas_plugins.machine import available_bytes
 
 __all__ = [
     "SPARE_BYTES",
+    "Keeper",
     "Limit",
     "User",
+    "add_keeper",
     "add_limit",
     "add_user",
     "budget",
@@ -30,9 +32,9 @@ __all__ = [
     "promised",
     "releasable",
     "release",
+    "remove_keeper",
     "remove_limit",
     "room",
-    "set_budget",
 ]
 
 SPARE_BYTES = 6 << 20
@@ -54,6 +56,14 @@ class Limit(Protocol):
         """Release what this keeper itself holds above the limit; may wait until it can."""
 
 
+class Keeper(Protocol):
+    """Keeper of the memory budget of the process."""
+
+    @property
+    def in_force(self) -> int:
+        """Bytes that the process may take now."""
+
+
 class User(Protocol):
     """Holder of memory that can be given back."""
 
@@ -73,7 +83,7 @@ _T = TypeVar("_T")
 
 _limits: set[weakref.ref[Limit]] = set()
 _users: set[weakref.ref[User]] = set()
-_budget: int | None = None
+_keepers: set[weakref.ref[Keeper]] = set()
 
 
 def obtainable_bytes() -> int:
@@ -81,15 +91,19 @@ def obtainable_bytes() -> int:
     return int(_SHARE * available_bytes())
 
 
-def set_budget(n_bytes: int | None) -> None:
-    """Set the memory budget of the process; None for none. Limits keep it."""
-    global _budget  # noqa: PLW0603  it belongs to the process
-    _budget = n_bytes
+def add_keeper(keeper: Keeper) -> None:
+    """Let the process have the budget of ``keeper``, as long as it lives and is not removed."""
+    _keepers.add(weakref.ref(keeper, _keepers.discard))
+
+
+def remove_keeper(keeper: Keeper) -> None:
+    """Forget the budget of ``keeper``."""
+    _keepers.discard(weakref.ref(keeper))
 
 
 def budget() -> int | None:
     """Return the memory budget of the process, or None."""
-    return _budget
+    return min((keeper.in_force for keeper in _alive(_keepers)), default=None)
 
 
 def add_limit(limit: Limit) -> None:

@@ -298,11 +298,12 @@ def llmaas_request_end(request: Request, stats: RequestStats) -> None:
 def llmaas_memory() -> list[MemoryClaim]:
     """Tell which memory the plugin can give back, or make use of, and what it is worth.
 
-    When: twice a second while the configuration has a memory budget. Thread: one of its own, while
-        requests may be running.
+    When: twice a second while the configuration has a memory budget, and for the status. Thread:
+        any, while requests may be running.
     Cost: at most a millisecond.
     Returns: the claims; an empty list while the plugin holds no memory. Their memory is resized
-        (``MemoryClaim.resize``) where another division saves more time.
+        (``MemoryClaim.resize``) where another division saves more time. The host takes ``held`` for
+        memory that it can divide only if the plugin also tells ``process_memory`` of it.
     Errors: always logged; the plugin's memory is left as it is.
     """
 

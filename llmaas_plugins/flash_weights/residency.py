@@ -274,10 +274,9 @@ class Residency:
             held = sum(max(0, seen["kept_bytes"] - seen["least_bytes"]) for seen in models)
             most = sum(seen["bytes"] - seen["least_bytes"] for seen in models)
             saved_s = most * self._savings.saved_s(total)
-        if not models:
-            return []
         points = ((0, 0.0), (most, saved_s))
-        return [MemoryClaim("weights kept in memory", held, most, points, self._take_rest)]
+        claim = MemoryClaim("weights kept in memory", held, most, points, self._take_rest)
+        return [claim] if models else []
 
     def _take_rest(self, n_bytes: int) -> None:
         """Keep what others leave, now that they gave memory back or may take more."""
@@ -290,7 +289,9 @@ class Residency:
             if self._models:
                 if waits:
                     self.look()
-                self.share(waits=waits)
+                    self.share(waits=True)
+                else:
+                    self._share_or_tell()
 
     def relieve(self, n_bytes: int = 0) -> None:
         """Let others release what exceeds the budget before something takes ``n_bytes`` more.

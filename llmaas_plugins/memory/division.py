@@ -38,11 +38,16 @@ class Values(NamedTuple):
 def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
     """Return the bytes for each claim, at most ``n_bytes`` together.
 
-    Memory that saves no time stays where it is. If there is more, the first claims get it.
+    A claim of which nothing is known keeps what it has. Memory that saves no time stays where it
+    is. If there is more, the first claims get it.
     """
     n_left = max(0, n_bytes) // STEP
     curves = [_curve(claim) for claim in claims]
     given = [0] * len(claims)
+    for i, claim in enumerate(claims):
+        if not any(seconds for _, seconds in claim.saved):
+            given[i] = min(n_left, min(claim.held, claim.most) // STEP)
+            n_left -= given[i]
     while n_left:
         found = [_best(curve[n : n + n_left + 1]) for curve, n in zip(curves, given, strict=True)]
         best = max(range(len(found)), key=lambda i: found[i][0], default=None)

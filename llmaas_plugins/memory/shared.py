@@ -7,6 +7,7 @@ memory is released at once. If another division saves more time, memory moves.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -40,6 +41,8 @@ _log = logging.getLogger("llmaas.memory")
 _EVERY_S = 0.5
 _PAUSE_S = 15.0
 """Least time between two moves: read-in weights and refilled contexts cost time, too."""
+_DIVIDE_S = 5.0
+"""Time between two divisions, each of which takes milliseconds."""
 _GAIN, _LEAST_GAIN_S = 1.1, 1e-3
 """A move must save so many times the time that it costs elsewhere, and so many more seconds a
 second. It would otherwise follow noise."""
@@ -64,12 +67,13 @@ class SharedMemory(forks.Forked):
         self._budget = budget
         self._claims = claims
         self._lock = forks.lock()
-        self._moved_at = -_PAUSE_S
+        self._moved_at = self._divided_at = -_PAUSE_S
         self._moves: deque[dict[str, Any]] = deque(maxlen=_SHOWN_MOVES)
         self._n_moves = 0
         self._failures = FailureLog(_log, logging.WARNING)
         self._ended: threading.Event | None = None
-        process_memory.set_budget(budget)
+        self._in_force = min(budget, process_memory.obtainable_bytes())
+        process_memory.add_keeper(self)
         process_memory.add_limit(self)
         forks.watch(self)
 
@@ -91,19 +95,25 @@ class SharedMemory(forks.Forked):
             old, self._budget = self._budget, n_bytes
             try:
                 self._obey(waits=True)
-            except UnmetBudgetError:
+            except BaseException:  # also Ctrl-C
                 self._budget = old
-                self._obey(waits=True)
+                with contextlib.suppress(UnmetBudgetError):
+                    self._obey(waits=True)
                 raise
+
+    @property
+    def in_force(self) -> int:
+        """Bytes that the process may take now."""
+        return self._in_force
 
     # -- limit of the process -------------------------------------------------------------------
 
     def room(self) -> int | None:
         """Return the bytes that others may take; None if a keeper of weights tells it instead."""
-        budget = process_memory.budget()
-        if budget is None or process_memory.has_other_limits(self):
+        if process_memory.has_other_limits(self):
             return None
-        return budget - process_memory.SPARE_BYTES - resident_bytes() - process_memory.promised()
+        taken = resident_bytes() + process_memory.promised()
+        return self._in_force - process_memory.SPARE_BYTES - taken
 
     def enforce(self, *, waits: bool) -> None:
         """Do nothing: those who may give memory back are asked elsewhere."""
@@ -128,7 +138,8 @@ class SharedMemory(forks.Forked):
         Streamed models are checked by the plugin that streams them.
         """
         self._start()
-        if create.load is None or not create.load.is_claimed:
+        is_streamed = create.load is not None and create.load.is_claimed
+        if not (is_streamed and process_memory.has_other_limits(self)):
             self._require(create)
 
     @hookimpl
@@ -137,7 +148,7 @@ class SharedMemory(forks.Forked):
         claims = self._claims()
         return {
             "budget": self._budget,
-            "in_force": process_memory.budget(),
+            "in_force": self._in_force,
             "resident_bytes": resident_bytes(),
             "claims": [_described(claim) for claim in claims],
             "moves": self._n_moves,
@@ -149,7 +160,7 @@ class SharedMemory(forks.Forked):
         """Limit the process no longer."""
         self._stop()
         process_memory.remove_limit(self)
-        process_memory.set_budget(None)
+        process_memory.remove_keeper(self)
 
     # -- thread ---------------------------------------------------------------------------------
 
@@ -176,9 +187,9 @@ class SharedMemory(forks.Forked):
             ).start()
 
     def _stop(self) -> None:
-        with self._lock:
-            if self._ended is not None:
-                self._ended.set()
+        ended = self._ended  # without the lock: a fork holds it, and may wait for who stops this
+        if ended is not None:
+            ended.set()
 
     def look(self) -> None:
         """Obey the budget, and move memory if that saves time."""
@@ -205,34 +216,41 @@ class SharedMemory(forks.Forked):
         Raises:
             UnmetBudgetError: Too little can be released.
         """
-        process_memory.set_budget(min(self._budget, process_memory.obtainable_bytes()))
-        budget, room = process_memory.budget() or 0, process_memory.room() or 0
+        self._in_force = min(self._budget, process_memory.obtainable_bytes())
+        room = process_memory.room() or 0
+        if room < 0 and waits and -room > process_memory.releasable():
+            raise self._unmet(self._in_force - room, "what the process needs", -room)
         if room < 0:
             process_memory.release(-room)
             room = process_memory.room() or 0
-        if room < 0:
-            raise _unmet(budget, budget - room, "what the process needs", -room)
-        if waits or resident_bytes() > budget - process_memory.SPARE_BYTES:
+        if waits or resident_bytes() > self._in_force - process_memory.SPARE_BYTES:
             process_memory.enforce(waits=waits)
+        if room < 0:
+            raise self._unmet(self._in_force - room, "what the process needs", -room)
         return self._claims()
 
     def _divide(self, claims: Sequence[MemoryClaim]) -> None:
-        room = process_memory.room()
-        if room is None or len(claims) < 2 or time.monotonic() - self._moved_at < _PAUSE_S:
+        room, now = process_memory.room(), time.monotonic()
+        if room is None or now - self._divided_at < _DIVIDE_S:
             return
+        self._divided_at = now
         held = [claim.held for claim in claims]
         wanted = divide(room + process_memory.releasable(), claims)
         changes = [
             saved_s(claim, size) - saved_s(claim, was)
             for claim, was, size in zip(claims, held, wanted, strict=True)
         ]
+        sizes = list(zip(claims, held, wanted, strict=True))
+        if all(size >= was for _, was, size in sizes):  # there is memory that nobody had
+            for claim, _, size in sizes:
+                claim.resize(size)
+            return
         gain_s = sum(max(0.0, change) for change in changes)
         loss_s = -sum(min(0.0, change) for change in changes)
-        if gain_s < _GAIN * loss_s + _LEAST_GAIN_S:
+        if now - self._moved_at < _PAUSE_S or gain_s < _GAIN * loss_s + _LEAST_GAIN_S:
             return
-        self._moved_at = time.monotonic()
+        self._moved_at = now
         self._n_moves += 1
-        sizes = list(zip(claims, held, wanted, strict=True))
         move = {claim.owner: [was, size] for claim, was, size in sizes}
         self._moves.append({"at": time.time(), "bytes": move, "saved_s": gain_s - loss_s})
         _log.info("memory moves to save %.1f %% of the time: %s", 100 * (gain_s - loss_s), move)
@@ -240,17 +258,23 @@ class SharedMemory(forks.Forked):
             claim.resize(size)
 
     def _require(self, create: ContextCreate) -> None:
-        budget = process_memory.budget()
-        if budget is None:
-            return
         process = max(resident_bytes(), llama_cpp.llama_model_size(create.model))
         needed = process + process_memory.promised() + all_cell_bytes(create)
-        missing = needed + process_memory.SPARE_BYTES - budget
-        if missing > 0:
+        missing = needed + process_memory.SPARE_BYTES - self._in_force
+        if 0 < missing <= process_memory.releasable():
             missing -= process_memory.release(missing)
         if missing > 0:
             what = f"the process with its model and a context of {n_ctx_of(create)} tokens"
-            raise _unmet(budget, budget + missing, what, missing)
+            raise self._unmet(self._in_force + missing, what, missing)
+
+    def _unmet(self, least: int, what: str, missing: int) -> UnmetBudgetError:
+        reason = "" if self._in_force == self._budget else ", all that the system can give now,"
+        return UnmetBudgetError(
+            f"a memory budget of {self._in_force >> 20} MiB{reason} cannot be met, because {what} "
+            f"takes more; expected {-(-least >> 20)} MiB or more. A shorter context needs less, "
+            "and the plugin flash_weights streams weights that do not fit.",
+            missing,
+        )
 
 
 def _watch(reference: weakref.ref[SharedMemory], ended: threading.Event) -> None:
@@ -261,15 +285,6 @@ def _watch(reference: weakref.ref[SharedMemory], ended: threading.Event) -> None
             return
         one.look()
         del one
-
-
-def _unmet(budget: int, least: int, what: str, missing: int) -> UnmetBudgetError:
-    return UnmetBudgetError(
-        f"a memory budget of {budget >> 20} MiB cannot be met, because {what} takes more; expected "
-        f"{-(-least >> 20)} MiB or more. A shorter context needs less. The plugin flash_weights "
-        "streams weights that do not fit.",
-        missing,
-    )
 
 
 def _described(claim: MemoryClaim) -> dict[str, Any]:

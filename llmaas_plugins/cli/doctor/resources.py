@@ -51,7 +51,8 @@ def say_problems(config: Config) -> None:
 
 
 def _kv_chunks(settings: Any) -> Iterator[Finding]:
-    yield _memory("plugins.kv_chunks.ram_budget", settings.ram_bytes)
+    if settings.ram_budget is not None:
+        yield _memory("plugins.kv_chunks.ram_budget", settings.ram_budget)
     directory = settings.store.expanduser()
     if settings.disk_budget:
         yield from _holder(directory)
@@ -89,9 +90,13 @@ def _flash_weights(settings: Any) -> Iterator[Finding]:
 
 def _together(kv_chunks: Any, flash_weights: Any) -> Iterator[Finding]:
     """Report a RAM budget that the memory budget of the process does not leave to contexts."""
-    if kv_chunks is None or flash_weights is None or flash_weights.memory_budget is None:
+    budgets = [
+        getattr(kv_chunks, "ram_budget", None),
+        getattr(flash_weights, "memory_budget", None),
+    ]
+    if None in budgets:
         return
-    wanted, process = kv_chunks.ram_bytes, resident_bytes()
+    wanted, process = int(kv_chunks.ram_budget), resident_bytes()
     left = max(0, int(flash_weights.memory_budget) - process)
     if wanted > left:
         beside = f"beside the {process >> 20} MiB of this process without a model"

@@ -268,7 +268,8 @@ class ChunkStore(forks.Forked):
         seconds = (costs.byte_s, 0.0) if self._writer is not None else (0.0, costs.chunk_s)
         with self._residency.lock:
             self._reuse.wanted([ids[i].key for i in wanted if i < len(ids)], *seconds)
-            self._reuse.used([chunk for chunk in self.find(ids) if chunk is not None])
+            sizes = [None if one is None else page_round(one.size) for one in self.find(ids)]
+            self._reuse.used([wanted.key for wanted in ids], sizes)
 
     def claim(self) -> MemoryClaim:
         """Return the claim of the chunks in RAM, beyond the transfer buffers."""

@@ -14,6 +14,8 @@ _LIMIT = "process limit"
 """Owner to which the RAM tier lends what the process may not take."""
 _STEP = 4 << 20
 """Bytes to ask for at least: each question costs the limit some microseconds."""
+_LEAST = 8 << 20
+"""Bytes that new chunks get beside those of contexts in use."""
 
 
 class ProcessShare:
@@ -79,22 +81,32 @@ class ProcessShare:
                 self._withhold(max(0, self.withheld_bytes - granted // PAGE * PAGE))
 
     def allow(self, n_bytes: int) -> None:
-        """Let chunks take up to ``n_bytes``, and give back what they have beyond."""
-        self._allowed = n_bytes
-        excess = self.releasable_bytes - n_bytes
+        """Let chunks and parked cells take up to ``n_bytes``, and give back what is more.
+
+        The chunks of contexts in use stay, because nothing could be saved without room.
+        """
+        with self._residency.lock:
+            self._allowed = max(n_bytes, self._residency.working_bytes() + _LEAST)
+        excess = self._taken_bytes - self._allowed
         if excess > 0:
             self.release(excess)
 
     @property
     def held_bytes(self) -> int:
         """Bytes that chunks may take without asking again whether they may."""
-        return self.releasable_bytes if self._allowed is None else self._allowed
+        return self._taken_bytes if self._allowed is None else self._allowed
+
+    @property
+    def _taken_bytes(self) -> int:
+        """Bytes of chunks and parked cells."""
+        mine = self._residency.ram.capacity - self.withheld_bytes
+        return max(0, mine - self.buffer_bytes)
 
     def _obtainable(self) -> int:
         """Return the withheld bytes that chunks are allowed to take."""
         if self._allowed is None:
             return self.withheld_bytes
-        return max(0, min(self.withheld_bytes, self._allowed - self.releasable_bytes))
+        return max(0, min(self.withheld_bytes, self._allowed - self._taken_bytes))
 
     def release(self, n_bytes: int) -> int:
         """Give memory back to the process; return how much.

@@ -76,6 +76,10 @@ class ChunkResidency:
         """Set the working set of ``owner``, whose chunks are evicted last (LLMS §3.4)."""
         self._working[owner] = frozenset(chunks)
 
+    def working_bytes(self) -> int:
+        """Return the bytes of the chunks in working sets, in whole pages."""
+        return sum(page_round(chunk.size) for chunk in frozenset().union(*self._working.values()))
+
     # -- transfers ------------------------------------------------------------------------------
 
     def pin(self, chunks: Sequence[Chunk]) -> None:

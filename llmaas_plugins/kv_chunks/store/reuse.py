@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmaas_plugins.kv_chunks.store.extents import page_round
-from llmaas_plugins.kv_chunks.store.tree import Chunk
 from llmaas_plugins.memory.recent import TIME_S, RecentSums
 
 __all__ = ["MissCosts", "ReuseCurve"]
@@ -23,6 +21,8 @@ _STEP = 2 << 20
 _MOST_STEPS = 4096
 """Steps of the curve: 8 GiB. Chunks that are used again at a larger distance do not count."""
 _MOST_CHUNKS = 1 << 16
+_GUESS = 64 << 10
+"""Bytes of a chunk until one was stored."""
 
 
 class MissCosts(NamedTuple):
@@ -44,6 +44,7 @@ class ReuseCurve:
         """Start without uses."""
         self._sizes: dict[bytes, int] = {}  # by key, the least recently used first
         self._saved = RecentSums(_MOST_STEPS)
+        self._typical = _GUESS
 
     def wanted(self, keys: Sequence[bytes], byte_s: float, chunk_s: float) -> None:
         """Record chunks that a request could use again.
@@ -66,11 +67,18 @@ class ReuseCurve:
         kept = np.array(steps, dtype=np.int64) < _MOST_STEPS
         self._saved.add(np.array(steps, dtype=np.int64)[kept], np.array(saved)[kept])
 
-    def used(self, chunks: Sequence[Chunk]) -> None:
-        """Record that chunks were used or saved, the last one first."""
-        for chunk in reversed(chunks):
-            self._sizes.pop(chunk.id.key, None)
-            self._sizes[chunk.id.key] = page_round(chunk.size)
+    def used(self, keys: Sequence[bytes], sizes: Sequence[int | None]) -> None:
+        """Record that chunks were used or saved, the last one first.
+
+        Args:
+            keys: Keys of the chunks.
+            sizes: Their bytes in whole pages; None or 0 for chunks that found no room. They count
+                with the size of others, so that the curve says what room for them would save.
+        """
+        self._typical = max(filter(None, sizes), default=self._typical)
+        for key, size in zip(reversed(keys), reversed(sizes), strict=True):
+            self._sizes.pop(key, None)
+            self._sizes[key] = size or self._typical
         n_over = max(0, len(self._sizes) - _MOST_CHUNKS)
         for key in list(itertools.islice(self._sizes, n_over)):
             del self._sizes[key]

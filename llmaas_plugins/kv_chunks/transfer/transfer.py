@@ -24,6 +24,8 @@ from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
 
 __all__ = ["Transfer"]
 
+_LEAST_GAIN = CHUNK_TOKENS // 2
+
 
 class Transfer:
     """Transfer of chunks between the store and one engine."""
@@ -214,9 +216,9 @@ class Transfer:
 
 
 def _is_worth_loading(match: PrefixMatch, n_present: int) -> bool:
-    """Return whether a load gains a chunk or more.
+    """Return whether a load gains more than a few tokens.
 
-    Evaluating fewer tokens takes next to no time. Nearly all prompts begin with the same token, and
-    a lossy codec would change what every other token sees of it.
+    Evaluating a few takes next to no time. Nearly all prompts begin with the same token, and a
+    lossy codec would change what every other token sees of it.
     """
-    return match.n_tokens - n_present >= CHUNK_TOKENS
+    return match.n_tokens - n_present >= _LEAST_GAIN

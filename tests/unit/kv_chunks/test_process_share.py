@@ -186,7 +186,8 @@ def test_a_closed_store_and_a_removed_limit_no_longer_count():
     assert process_memory.releasable() == 0
 
 
-def test_an_allowance_limits_the_tier_and_takes_back_what_is_more(limit):
+def test_an_allowance_limits_the_tier_and_takes_back_what_is_more(limit, monkeypatch):
+    monkeypatch.setattr("llmaas_plugins.kv_chunks.store.process_share._LEAST", 0)
     limit.left = 2 * RAM
     store = ChunkStore(Budget(RAM), None)
     put(store, GEOM, A)
@@ -204,3 +205,23 @@ def test_an_allowance_limits_the_tier_and_takes_back_what_is_more(limit):
     assert len(keys(store)) == 6
     assert 4 * PAGE < share.releasable_bytes <= 8 * PAGE
     assert store.claim().held == 8 * PAGE
+
+
+def test_an_allowance_leaves_what_runs_and_room_for_more(limit):
+    limit.left = 2 * RAM
+    store = ChunkStore(Budget(RAM), None)
+    put(store, GEOM, A)
+    store.lock_working_set("engine", [store.tree.get(one.key) for one in A])
+    store.space.process.allow(0)
+    assert store.space.process.held_bytes == 3 * PAGE + (8 << 20)
+    assert len(keys(store)) == 3
+
+
+def test_parked_cells_count_as_taken(limit, monkeypatch):
+    monkeypatch.setattr("llmaas_plugins.kv_chunks.store.process_share._LEAST", 0)
+    limit.left = 2 * RAM
+    store = ChunkStore(Budget(RAM), None)
+    store.space.process.allow(6 * PAGE)
+    for _ in range(5):
+        store.space.lend("cells", max(0, store.space.lendable("cells")))
+    assert store.stats()["lent_bytes"] <= 6 * PAGE

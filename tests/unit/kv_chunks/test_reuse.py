@@ -24,6 +24,10 @@ def keys(context):
     return [chunk.id.key for chunk in context]
 
 
+def use(curve, context):
+    curve.used(keys(context), [chunk.size for chunk in context])
+
+
 def seconds(curve, size, most=100 * MIB):
     """Return the seconds that RAM of a size would have saved."""
     sizes, saved = np.array(curve.points(most)).T
@@ -40,10 +44,10 @@ def test_contexts_in_turn_are_worth_it_only_together(still):
     contexts = [chunks(i) for i in range(3)]
     curve = ReuseCurve()
     for context in contexts:
-        curve.used(context)
+        use(curve, context)
     for context in contexts:
         curve.wanted(keys(context), 1e-9, 0.0)
-        curve.used(context)
+        use(curve, context)
     total = 3 * 8 * MIB * 1e-9
     assert seconds(curve, 16 * MIB) == 0
     assert seconds(curve, 26 * MIB) == pytest.approx(total)
@@ -52,7 +56,7 @@ def test_contexts_in_turn_are_worth_it_only_together(still):
 
 def test_the_context_that_runs_saves_its_own_bytes(still):
     curve, context = ReuseCurve(), chunks(1)
-    curve.used(context)
+    use(curve, context)
     curve.wanted(keys(context)[1:], 0.0, 0.5)  # the first chunk was in the cells
     assert seconds(curve, 10 * MIB) == pytest.approx(3 * 0.5)
     assert seconds(curve, 3 * MIB) < 3 * 0.5
@@ -68,11 +72,19 @@ def test_the_number_of_chunks_and_distances_is_limited(still, monkeypatch):
     monkeypatch.setattr("llmaas_plugins.kv_chunks.store.reuse._MOST_CHUNKS", 6)
     curve = ReuseCurve()
     for i in range(3):
-        curve.used(chunks(i))
+        use(curve, chunks(i))
     assert len(curve._sizes) == 6
     curve.wanted(keys(chunks(0)), 1.0, 0.0)
     assert curve.points(1 << 40) == ((0, 0.0),)
     huge = chunks(7, n_bytes=5 << 30)
-    curve.used(huge)
+    use(curve, huge)
     curve.wanted(keys(huge), 1.0, 0.0)
     assert curve.points(1 << 40) == curve.points(8 << 30)
+
+
+def test_chunks_without_room_show_what_room_would_save(still):
+    curve, first, second = ReuseCurve(), chunks(1), chunks(2)
+    use(curve, first)
+    curve.used(keys(second), [None] * N)
+    curve.wanted(keys(second), 0.0, 0.5)
+    assert seconds(curve, 10 * MIB) == pytest.approx(N * 0.5)

@@ -39,7 +39,7 @@ def test_a_cliff_is_climbed_as_a_whole_or_not_at_all():
 def test_what_saves_nothing_stays_where_it_is():
     idle, line = claim(most=50, held=7), claim((5, 1.0), most=40, held=2)
     assert steps(12, idle, line) == [7, 5]
-    assert steps(8, idle, line) == [3, 5]
+    assert steps(8, idle, line) == [7, 1]  # nothing is known of it
     assert steps(70, idle, line) == [50, 20]
 
 

@@ -22,8 +22,9 @@ def apart(monkeypatch):
     """Keep limits and users of other tests out."""
     monkeypatch.setattr(process_memory, "_limits", set())
     monkeypatch.setattr(process_memory, "_users", set())
-    monkeypatch.setattr(process_memory, "_budget", None)
+    monkeypatch.setattr(process_memory, "_keepers", set())
     monkeypatch.setattr(shared, "_EVERY_S", 60.0)  # tests look themselves
+    monkeypatch.setattr(shared, "_DIVIDE_S", 0.0)
 
 
 class Process:
@@ -123,9 +124,9 @@ def test_small_gains_and_a_second_move_at_once_are_not_worth_it(process, memory)
 
 
 def test_without_knowledge_nothing_moves(process, memory):
-    process.held = {"weights": 20 * MIB, "contexts": 100 * MIB}
+    process.held = {"weights": 100 * MIB, "contexts": 100 * MIB}
     memory.look()
-    assert held(process) == {"weights": 20, "contexts": 100}
+    assert held(process) == {"weights": 100, "contexts": 100}
 
 
 def test_a_lower_budget_is_met_at_once(process, memory):
@@ -163,7 +164,7 @@ def test_a_failure_is_logged_once_and_tried_again(process, memory, caplog):
     assert len([r for r in caplog.records if r.name == "llmaas.memory"]) == 1
     process.fails = False
     process.held = {"weights": 150 * MIB, "contexts": 50 * MIB}
-    process.saved = {"weights": (), "contexts": ((120 * MIB, 0.6),)}
+    process.saved = {"weights": ((400 * MIB, 0.1),), "contexts": ((120 * MIB, 0.6),)}
     memory.look()
     assert held(process)["contexts"] == 120
 
@@ -221,3 +222,38 @@ def test_the_thread_does_not_keep_the_plugin(process, monkeypatch):
         thread.join(0.02)
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_a_claim_of_which_nothing_is_known_keeps_what_it_has(process, memory):
+    process.held = {"weights": 20 * MIB, "contexts": 100 * MIB}
+    process.saved["weights"] = ((400 * MIB, 0.4),)
+    memory.look()
+    assert held(process) == {"weights": 100, "contexts": 100}
+
+
+def test_memory_that_nobody_had_is_used_at_once(process, memory):
+    process.held = {"weights": 0, "contexts": 0}
+    process.saved["contexts"] = ((400 * MIB, 1e-9),)
+    memory.look()
+    assert held(process)["contexts"] == 200
+    memory.set_budget("506 MiB")
+    memory.look()
+    assert held(process)["contexts"] == 400
+    assert memory.llmaas_status()["moves"] == 0
+
+
+def test_what_cannot_be_met_takes_nothing_from_contexts(process, memory):
+    process.held = {"weights": 0, "contexts": 90 * MIB}
+    with pytest.raises(UnmetBudgetError):
+        memory.set_budget("50 MiB")
+    assert held(process)["contexts"] == 90
+
+
+def test_an_ended_budget_says_nothing_to_the_next_one(process):
+    memory = SharedMemory(306 * MIB, process.claims)
+    memory._start()
+    memory.llmaas_shutdown()
+    memory.set_budget("400 MiB")
+    assert process_memory.budget() is None
+    memory.look()
+    assert process_memory.budget() is None
