@@ -240,8 +240,8 @@ class SharedMemory(forks.Forked):
             saved_s(claim, size) - saved_s(claim, was)
             for claim, was, size in zip(claims, held, wanted, strict=True)
         ]
-        sizes = list(zip(claims, held, wanted, strict=True))
-        if all(size >= was for _, was, size in sizes):  # there is memory that nobody had
+        sizes = [one for one in zip(claims, held, wanted, strict=True) if one[1] != one[2]]
+        if all(size > was for _, was, size in sizes):  # there is memory that nobody had
             for claim, _, size in sizes:
                 claim.resize(size)
             return

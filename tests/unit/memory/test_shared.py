@@ -257,3 +257,13 @@ def test_an_ended_budget_says_nothing_to_the_next_one(process):
     assert process_memory.budget() is None
     memory.look()
     assert process_memory.budget() is None
+
+
+def test_who_keeps_what_it_has_is_not_bound_to_it(process, memory):
+    """It may go on to take what it needs, as long as nothing else is known."""
+    process.held = {"weights": 20 * MIB, "contexts": 100 * MIB}
+    process.saved["weights"] = ((400 * MIB, 0.4),)
+    resized = []
+    process.resize = lambda name, n_bytes: resized.append((name, n_bytes))
+    memory.look()
+    assert [name for name, _ in resized] == ["weights"]
