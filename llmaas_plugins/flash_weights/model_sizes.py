@@ -52,6 +52,7 @@ class Metadata(NamedTuple):
         n_used: Number of a mixture's experts that a token uses; 1 without experts.
         has_window: Whether some layers see a window of the context only.
         n_state: Length of the states of recurrent layers; 0 without such layers.
+        n_trained: Tokens of the context that the model was trained with; 0 if unknown.
     """
 
     n_heads: int
@@ -59,6 +60,7 @@ class Metadata(NamedTuple):
     n_used: int = 1
     has_window: bool = False
     n_state: int = 0
+    n_trained: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +164,7 @@ def metadata_of(model: Path) -> Metadata:
         n_used=max(n_used, 1),
         has_window=number("attention.sliding_window") > 0,
         n_state=number("ssm.state_size"),
+        n_trained=number("context_length"),
     )
 
 

@@ -342,7 +342,8 @@ class FlashWeights:
         budget = self._residency.budget
         outside = _OUTSIDE
         if self._residency.is_set:  # the budget is kept, so a context must fit beside the weights
-            outside += sizes_of(tensors, metadata_of(Path(model)), _USUAL).kv
+            metadata = metadata_of(Path(model))
+            outside += sizes_of(tensors, metadata, min(metadata.n_trained or _USUAL, _USUAL)).kv
         missing = resident_bytes() + process_memory.promised() + n_bytes + outside - budget
         if 0 < missing <= process_memory.releasable():
             missing -= process_memory.release(missing)

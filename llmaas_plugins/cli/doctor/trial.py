@@ -104,7 +104,8 @@ def _reported(config: Config, status: dict[str, Any]) -> Iterator[Finding]:
             yield _problem(f"plugins.{name}", f"leaves the model unchanged: {left}", step)
         else:
             yield Finding(_SECTION, f"plugins.{name}", "serves this model")
-            wanted = report.get("ram_budget_bytes", 0)
+            is_set = "ram_budget" in config.plugins[name].values  # else contexts take the rest
+            wanted = report.get("ram_budget_bytes", 0) if is_set else 0
             if (left := report.get("obtainable_bytes", wanted)) < wanted:
                 yield short_of_room(_SECTION, wanted, left, "beside this model")
 

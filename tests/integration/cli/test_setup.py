@@ -81,7 +81,7 @@ def test_from_a_model_to_an_app_with_all_plugins(folder, capfd, monkeypatch):
     assert plugins["models"] == {"loaded": {"model.gguf": str(made)}}
     assert plugins["elastic"]["models"]
     assert {*plugins} == {
-        "kv_chunks", "elastic", "deadlines", "flash_weights", "knn_lm", "models",
+        "kv_chunks", "elastic", "deadlines", "flash_weights", "knn_lm", "models", "memory",
     }  # fmt: skip
 
     status, report, said = setup(capfd, *options)  # nothing is done again

@@ -254,7 +254,7 @@ print(json.dumps([before, late]))
 def test_without_a_configured_budget_a_shortage_is_only_logged(model):
     """The model is then loaded as without plugins, and no budget applies to it."""
     script = """
-from llmaas_plugins.flash_weights import residency
+from llmaas_plugins import process_memory
 def answer(suite):
     llama = Llama(path, **settings)
     found = tokens(llama, 8), llama.model_params.load_mode, llama.model_params.use_extra_bufts
@@ -266,7 +266,7 @@ with suite_of(budget, on_error="log"):
         answer(None)
     except Exception as error:
         message = str(error)
-residency.available_bytes = lambda: int(budget / 0.9)
+process_memory.available_bytes = lambda: int(budget / 0.9)
 with suite_of(None, on_error="log") as logged:
     found, errors = answer(logged), logged.status()["errors"]["flash_weights"]
 figures = [int(re.search(r"expected (\\d+) MiB", text)[1])
