@@ -67,10 +67,11 @@ class Suite:
         """Load, configure and register the plugins, then the listeners, then patch llama_cpp."""
         global _active  # noqa: PLW0603  one activation per process, because patches are global
         from llmaas_patches import install  # import patches only when activated
-        from llmaas_plugins.memory.shared import SharedMemory
 
         try:
             if self.config.memory.budget and self.config.enabled():  # before plugins ask for memory
+                from llmaas_plugins.memory.shared import SharedMemory
+
                 budget = int(self.config.memory.budget)
                 self.hooks.register("memory", SharedMemory(budget, self.hooks.memory))
             for name in self.config.enabled():

@@ -148,7 +148,8 @@ def _check_memory(result: Any, _: Mapping[str, Any]) -> None:
     for one in result:
         points = [(0, 0.0), *one.saved]
         is_ascending = all(a <= c and b <= d for (a, b), (c, d) in itertools.pairwise(points))
-        if not (one.held >= 0 and one.most >= 0 and is_ascending and points[-1][1] < math.inf):
+        is_finite = min(one.held, one.most, one.least) >= 0 and points[-1][1] < math.inf
+        if not (is_finite and is_ascending):
             raise TypeError(
                 f"returned a claim of {one.owner!r} with {one.held} of {one.most} bytes, expected "
                 "sizes of at least 0, and points that ascend from (0, 0) on"

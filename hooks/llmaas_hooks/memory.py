@@ -10,7 +10,7 @@ __all__ = ["MemoryClaim"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryClaim:
-    """Memory that a plugin can make use of, beyond what it needs at least.
+    """Memory that a plugin can make use of.
 
     Attributes:
         owner: Contents of the memory in a few words, such as "weights kept in memory".
@@ -21,6 +21,7 @@ class MemoryClaim:
             points a line is assumed. No point beyond (0, 0) means that nothing is known yet.
         resize: Function that sets the bytes that the plugin may use. It releases what is more
             before it returns. It is called on a thread of its own, and may wait.
+        least: Bytes that the plugin does not give back now, such as those in use.
     """
 
     owner: str
@@ -28,3 +29,4 @@ class MemoryClaim:
     most: int
     saved: tuple[tuple[int, float], ...]
     resize: Callable[[int], None]
+    least: int = 0

@@ -36,18 +36,20 @@ class Values(NamedTuple):
 
 
 def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
-    """Return the bytes for each claim, at most ``n_bytes`` together.
+    """Return the bytes for each claim, together at most ``n_bytes``, to within a step for each.
 
-    A claim of which nothing is known keeps what it has. Memory that saves no time stays where it
-    is. If there is more, the first claims get it.
+    A claim keeps its least bytes, or all that it has if nothing is known of it. Memory that saves
+    no time stays where it is. If there is more, the first claims get it. A claim whose memory
+    would change by less than a step keeps what it has.
     """
     n_left = max(0, n_bytes) // STEP
     curves = [_curve(claim) for claim in claims]
     given = [0] * len(claims)
     for i, claim in enumerate(claims):
-        if not any(seconds for _, seconds in claim.saved):
-            given[i] = min(n_left, min(claim.held, claim.most) // STEP)
-            n_left -= given[i]
+        is_known = any(seconds for _, seconds in claim.saved)
+        kept = claim.least if is_known else max(claim.least, claim.held)
+        given[i] = min(n_left, -(-min(kept, claim.most) // STEP))
+        n_left -= given[i]
     while n_left:
         found = [_best(curve[n : n + n_left + 1]) for curve, n in zip(curves, given, strict=True)]
         best = max(range(len(found)), key=lambda i: found[i][0], default=None)
@@ -60,13 +62,16 @@ def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
             more = min(n_left, max(0, min(bound, claims[i].most) // STEP - given[i]))
             given[i] += more
             n_left -= more
-    return [min(n * STEP, claim.most) for n, claim in zip(given, claims, strict=True)]
+    sizes = [min(n * STEP, claim.most) for n, claim in zip(given, claims, strict=True)]
+    return [
+        claim.held if abs(size - claim.held) < STEP else size
+        for size, claim in zip(sizes, claims, strict=True)
+    ]
 
 
 def saved_s(claim: MemoryClaim, size: int) -> float:
     """Return the seconds that a claim saves a second with memory of this size, in bytes."""
-    sizes, seconds = np.array(claim.saved or [(0, 0.0)], dtype=np.float64).T
-    return float(np.interp(size, sizes, seconds))
+    return float(_saved_s(claim, np.array(size)))
 
 
 def values(claim: MemoryClaim) -> Values:
@@ -79,8 +84,12 @@ def values(claim: MemoryClaim) -> Values:
 
 def _curve(claim: MemoryClaim) -> NDArray[np.float64]:
     """Return the seconds saved a second by 0, 1, … steps of memory, shape ``(n + 1,)``."""
-    sizes, seconds = np.array(claim.saved or [(0, 0.0)], dtype=np.float64).T
-    return np.interp(np.arange(claim.most // STEP + 1) * STEP, sizes, seconds)
+    return _saved_s(claim, np.arange(claim.most // STEP + 1) * STEP)
+
+
+def _saved_s(claim: MemoryClaim, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    points, seconds = np.array(claim.saved or [(0, 0.0)], dtype=np.float64).T
+    return np.asarray(np.interp(sizes, points, seconds))
 
 
 def _best(curve: NDArray[np.float64], sign: int = 1) -> tuple[float, int]:

@@ -170,7 +170,7 @@ class SharedMemory(forks.Forked):
 
     def after_fork(self, *, in_child: bool) -> None:
         """Continue; a child starts its own thread."""
-        is_running = self._ended is not None
+        is_running = self._ended is not None and not self._ended.is_set()
         self._lock.release()
         if in_child and is_running:
             self._ended = None

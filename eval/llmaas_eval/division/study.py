@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 
 from llmaas_eval.division.worker import Job, run
 from llmaas_eval.division.workloads import WORKLOADS, Turn
+from llmaas_eval.measured import measured_once
 from llmaas_eval.models import SHAPE_1B, SHAPE_200M, SHAPE_TINY, Shape, write_random_model
 from llmaas_plugins.flash_weights.packed import packed_path
 from llmaas_plugins.process_memory import SPARE_BYTES
@@ -73,13 +74,14 @@ class Study:
             workloads: Names of the workloads.
             shares: Shares of the budget that fixed divisions give to contexts.
         """
-        base = self._kept("base", self._base, {})["bytes"]
+        base = measured_once(self._folder, ["base", repr(self._setting)], self._base)["bytes"]
         for name in workloads:
             turns = self._turns(name)
             for share in (None, *shares):
-                label = f"{name}-{'ours' if share is None else share}"
                 config = self._config(base, share)
-                found = self._kept(label, lambda c=config, t=turns: self._run(c, t), config)
+                about = [name, repr(self._setting), config]
+                measure = functools.partial(self._run, config, turns)
+                found = measured_once(self._folder, about, measure)
                 yield {"workload": name, "share": share, "budget": self._budget(base), **found}
 
     def _turns(self, name: str) -> list[Any]:
@@ -131,17 +133,3 @@ class Study:
         setting = self._setting
         lengths = [setting.n_tokens] * setting.n_contexts
         return run(Job(str(self._model), config, self._n_ctx, lengths, turns))
-
-    def _kept(self, name: str, make: Any, config: dict[str, Any]) -> dict[str, Any]:
-        """Return what was measured before under the same settings, or measure it."""
-        path = self._folder / f"{name.replace(' ', '-')}.json"
-        key = json.loads(json.dumps([repr(self._setting), config]))
-        if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["key"] == key:
-                return dict(found["result"])
-        result = dict(make())
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"key": key, "result": result}), encoding="utf-8")
-        partial.replace(path)
-        return result

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.measured import measured_once
 from llmaas_eval.models import Shape
 from llmaas_eval.pareto.cases import F16, Case, Choices, cases
 from llmaas_eval.pareto.files import Learning, quality_files, speed_files
@@ -61,7 +61,11 @@ def study(material: Material, choices: Choices) -> list[Row]:
     nats = [_nats(material, files, case) for case in asked]
     others = speed_files(material.shape, choices.types, random, material.n_threads)
     identity = [asked, material.n_rounds, str(material.shape)]
-    taken = _kept(material.folder, identity, lambda: [*speeds(others, asked, material.n_rounds)])
+
+    def measure() -> Sequence[Any]:
+        return [*speeds(others, asked, material.n_rounds)]
+
+    taken = measured_once(material.folder, identity, measure)
     whole = bytes_of(files[F16])
     return [
         {
@@ -100,15 +104,4 @@ def _nats(material: Material, files: Mapping[str, Path], case: Case) -> list[flo
     def measure() -> Sequence[float]:
         return quality(files, case, material.windows, material.n_prompt)
 
-    return list(_kept(material.folder, about, measure))
-
-
-def _kept(folder: Path, about: Any, measure: Callable[[], Any]) -> Any:
-    """Return what was measured now or earlier, as JSON types."""
-    text = json.dumps(about, sort_keys=True)
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(measure()), encoding="utf-8")
-        partial.replace(path)
-    return json.loads(path.read_text(encoding="utf-8"))
+    return list(measured_once(material.folder, about, measure))

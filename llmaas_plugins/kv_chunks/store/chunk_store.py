@@ -277,7 +277,8 @@ class ChunkStore(forks.Forked):
         with self._residency.lock:
             points = self._reuse.points(most)
         process = self.space.process
-        return MemoryClaim("contexts in RAM", process.held_bytes, most, points, process.allow)
+        held, least = process.held_bytes, min(process.least_bytes, most)
+        return MemoryClaim("contexts in RAM", held, most, points, process.allow, least)
 
     # -- eviction, end ----------------------------------------------------------------------
 

@@ -85,11 +85,16 @@ class ProcessShare:
 
         The chunks of contexts in use stay, because nothing could be saved without room.
         """
-        with self._residency.lock:
-            self._allowed = max(n_bytes, self._residency.working_bytes() + _LEAST)
+        self._allowed = max(n_bytes, self.least_bytes)
         excess = self._taken_bytes - self._allowed
         if excess > 0:
             self.release(excess)
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that chunks and parked cells may take in any case."""
+        with self._residency.lock:
+            return self._residency.working_bytes() + _LEAST
 
     @property
     def held_bytes(self) -> int:

@@ -214,6 +214,7 @@ def test_an_allowance_leaves_what_runs_and_room_for_more(limit):
     store.lock_working_set("engine", [store.tree.get(one.key) for one in A])
     store.space.process.allow(0)
     assert store.space.process.held_bytes == 3 * PAGE + (8 << 20)
+    assert store.claim().least == RAM  # all that it has
     assert len(keys(store)) == 3
 
 

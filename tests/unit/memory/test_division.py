@@ -11,11 +11,11 @@ from llmaas_plugins.memory.division import STEP, divide, saved_s, values
 RNG = np.random.default_rng(5)
 
 
-def claim(*points, held=0, most=None):
+def claim(*points, held=0, most=None, least=0):
     """Return a claim with points in steps and seconds."""
     saved = tuple((n * STEP, float(s)) for n, s in [(0, 0), *points])
     most = saved[-1][0] if most is None else most * STEP
-    return MemoryClaim("memory", held * STEP, most, saved, lambda _: None)
+    return MemoryClaim("memory", held * STEP, most, saved, lambda _: None, least)
 
 
 def steps(n, *claims):
@@ -65,3 +65,14 @@ def test_values_of_the_last_and_the_next_bytes():
     assert worth.last == pytest.approx(2.0 / each)
     assert worth.next == pytest.approx(0.25 / each)  # the next ones save only together
     assert values(claim(most=4)) == (0.0, 0.0)
+
+
+def test_what_is_in_use_stays():
+    used, line = claim((9, 1e-6), held=7, least=3 * STEP + 1), claim((20, 4.0))
+    assert steps(12, used, line) == [4, 8]
+    assert steps(2, used, line) == [2, 0]
+
+
+def test_less_than_a_step_is_no_change():
+    idle = MemoryClaim("memory", 7 * STEP + 4096, 50 * STEP, ((0, 0.0),), lambda _: None)
+    assert divide(12 * STEP, [idle, claim((5, 1.0))])[0] == idle.held

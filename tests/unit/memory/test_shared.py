@@ -261,9 +261,20 @@ def test_an_ended_budget_says_nothing_to_the_next_one(process):
 
 def test_who_keeps_what_it_has_is_not_bound_to_it(process, memory):
     """It may go on to take what it needs, as long as nothing else is known."""
-    process.held = {"weights": 20 * MIB, "contexts": 100 * MIB}
+    process.held = {"weights": 20 * MIB, "contexts": 100 * MIB + 4096}
     process.saved["weights"] = ((400 * MIB, 0.4),)
     resized = []
     process.resize = lambda name, n_bytes: resized.append((name, n_bytes))
     memory.look()
     assert [name for name, _ in resized] == ["weights"]
+
+
+def test_a_child_does_not_start_what_ended(process):
+    memory = SharedMemory(306 * MIB, process.claims)
+    memory._start()
+    memory.llmaas_shutdown()
+    process.held = {"weights": 0, "contexts": 250 * MIB}
+    memory.before_fork()
+    memory.after_fork(in_child=True)
+    memory.look()
+    assert held(process)["contexts"] == 250
