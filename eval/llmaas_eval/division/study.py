@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,7 @@ class Study:
 
             llmaas(["flash", "pack", str(self._model)])
         self._n_ctx = 256 * -(-(setting.n_tokens + 40 * setting.n_turns) // 256)
+        self._store = folder / "store"
 
     def rows(self, workloads: Sequence[str], shares: Sequence[float]) -> Iterator[dict[str, Any]]:
         """Yield a row for each workload and division; ``share`` is None for ours.
@@ -117,7 +119,7 @@ class Study:
 
     def _config(self, base: int, share: float | None) -> dict[str, Any]:
         budget = self._budget(base)
-        kv: dict[str, Any] = {"codec": "lossless", "store": str(self._folder / "store")}
+        kv: dict[str, Any] = {"codec": "lossless", "store": str(self._store)}
         if not self._setting.uses_disk:
             kv["disk_budget"] = 0
         flash: dict[str, Any] = {}
@@ -130,6 +132,17 @@ class Study:
         return config
 
     def _run(self, config: dict[str, Any], turns: Sequence[Any]) -> dict[str, Any]:
+        """Run a workload; with a disk tier, all contexts are on disk at first."""
         setting = self._setting
         lengths = [setting.n_tokens] * setting.n_contexts
-        return run(Job(str(self._model), config, self._n_ctx, lengths, turns))
+        job = Job(str(self._model), config, self._n_ctx, lengths, turns)
+        if not setting.uses_disk:
+            return run(job)
+        filled = self._folder / f"filled-{setting.shape}-{setting.n_contexts}-{setting.n_tokens}"
+        shutil.rmtree(self._store, ignore_errors=True)
+        if filled.exists():
+            shutil.copytree(filled, self._store)
+            return run(job)
+        run(job._replace(turns=[]))
+        shutil.move(self._store, filled)
+        return self._run(config, turns)

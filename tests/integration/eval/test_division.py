@@ -14,8 +14,9 @@ from llmaas_eval.division.workloads import WORKLOADS
 
 
 @pytest.mark.slow
-def test_a_run_is_kept_and_shown(tmp_path, capsys, monkeypatch):
-    command = ["--out", str(tmp_path), "--quick", "--workloads", "mixed", "--json"]
+@pytest.mark.parametrize("disk", [[], ["--disk"]])
+def test_a_run_is_kept_and_shown(disk, tmp_path, capsys, monkeypatch):
+    command = ["--out", str(tmp_path), "--quick", "--workloads", "mixed", "--json", *disk]
     assert main(command) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     ours, fixed = document["rows"]
