@@ -44,12 +44,14 @@ class KVChunksConfig(BaseModel):
         "buffers and parked cells. If unset, 256 MiB, or what `memory.budget` leaves to them. A "
         "`memory_budget` of flash_weights may leave less, too.",
     )
-    parked_tokens: int = Field(
-        default=0,
+    parked_tokens: int | None = Field(
+        default=None,
         ge=0,
         le=1 << 24,
         description="Most tokens of inactive contexts that stay in the engine's cells, in steps of "
-        "256. Switching to such a context is fastest, but it takes the most memory.",
+        "256. Switching to such a context is fastest, but it takes the most memory. If unset, none; "
+        "with `memory.budget`, three contexts of the engine's size, if they fit and the codec is "
+        "not lossless.",
     )
     store: Path = Field(
         default=Path("~/.cache/llmaas/kv"),

@@ -43,6 +43,7 @@ from llmaas_plugins.kv_chunks.eligibility import spare_cells, why_unserved
 from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget, token_bytes
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SEQUENCES
+from llmaas_plugins.kv_chunks.parking.wanted_cells import may_park, wanted_tokens
 from llmaas_plugins.kv_chunks.plugin_counters import PluginCounters
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
@@ -88,7 +89,7 @@ class KVChunks:
         self._natives: dict[int, NativeContext] = {}
         self._counters = PluginCounters()
         self._background_failures = FailureLog(_log)
-        self._uses_native_context = config.codec == "tolerance" or config.parked_tokens > 0
+        self._uses_native_context = config.codec == "tolerance" or may_park(config)
         if not self._uses_native_context:
             self.llmaas_native_context = None  # type: ignore[method-assign,assignment]
 
@@ -111,7 +112,7 @@ class KVChunks:
 
     def _request_spare_cells(self, create: ContextCreate) -> None:
         """Ask for the scratch sequence, and for spare cells for parked contexts."""
-        n_spare = spare_cells(create, self._config.parked_tokens)
+        n_spare = spare_cells(create, wanted_tokens(create, self._config))
         if n_spare:
             n_ctx = create.params.n_ctx or llama_cpp.llama_model_n_ctx_train(create.model)
             create.params.n_ctx = n_ctx + n_spare

@@ -270,4 +270,5 @@ class ParkedContexts:
             llama_cpp.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def _drop(self, sequence: int, start: int) -> None:
-        llama_cpp.llama_memory_seq_rm(self._memory, sequence, start, _TO_END)
+        if llama_cpp.llama_memory_seq_pos_max(self._memory, sequence) >= start:  # else a slow walk
+            llama_cpp.llama_memory_seq_rm(self._memory, sequence, start, _TO_END)

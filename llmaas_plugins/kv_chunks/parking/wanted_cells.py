@@ -1,0 +1,55 @@
+"""How many tokens of inactive contexts an engine's spare cells are made for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llama_cpp import llama_cpp
+
+from llmaas_plugins import process_memory
+from llmaas_plugins.machine import resident_bytes
+from llmaas_plugins.model.cell_sizes import all_cell_bytes, n_ctx_of
+
+if TYPE_CHECKING:
+    from llmaas_hooks import ContextCreate
+    from llmaas_plugins.kv_chunks.config import KVChunksConfig
+
+__all__ = ["may_park", "wanted_tokens"]
+
+_CONTEXTS = 3
+"""Inactive contexts that get cells if the user named no number."""
+_SHARE = 0.5
+"""Most of the free memory that the cells may take when they are made; a context takes more."""
+
+
+def may_park(config: KVChunksConfig) -> bool:
+    """Return whether any engine gets spare cells."""
+    return config.parked_tokens != 0 if _is_asked(config) else _parks_by_itself(config)
+
+
+def wanted_tokens(create: ContextCreate, config: KVChunksConfig) -> int:
+    """Return how many tokens of inactive contexts should stay in the cells of a new context.
+
+    With a memory budget, contexts stay there without being asked for, but not with a lossless
+    codec: in a cache with other contexts, last bits of sums can differ. llama.cpp writes all cells
+    when it makes them, so they must fit at that moment. A model whose weights are streamed needs
+    that memory itself.
+    """
+    if _is_asked(config):
+        return config.parked_tokens or 0
+    room = process_memory.room()
+    if not _parks_by_itself(config) or room is None:
+        return 0
+    if resident_bytes() < llama_cpp.llama_model_size(create.model):
+        return 0
+    own, n_ctx = all_cell_bytes(create), n_ctx_of(create)
+    fitting = _SHARE * (room - own) * n_ctx / max(1, own)
+    return max(0, min(_CONTEXTS * n_ctx, int(fitting)))
+
+
+def _is_asked(config: KVChunksConfig) -> bool:
+    return config.parked_tokens is not None
+
+
+def _parks_by_itself(config: KVChunksConfig) -> bool:
+    return config.codec != "lossless" and process_memory.budget() is not None
