@@ -235,9 +235,9 @@ class HookManager:
                 return restored
         return None
 
-    def kv_save(self, request: Request, tokens: Tokens) -> None:
+    def kv_save(self, request: Request, tokens: Tokens, *, is_over: bool = True) -> None:
         """Fire ``llmaas_kv_save``."""
-        self._call("llmaas_kv_save", request=request, tokens=tokens)
+        self._call("llmaas_kv_save", request=request, tokens=tokens, is_over=is_over)
 
     def kv_evict(self, context_id: str) -> int:
         """Fire ``llmaas_kv_evict``; return the bytes that all plugins freed together.

@@ -262,13 +262,14 @@ def llmaas_kv_restore(request: Request) -> KVRestored | None:
 
 
 @hookspec
-def llmaas_kv_save(request: Request, tokens: Tokens) -> None:
-    """Save the KV cells of a request that ended.
+def llmaas_kv_save(request: Request, tokens: Tokens, is_over: bool) -> None:
+    """Save the KV cells of a request that ended, or that another request interrupts.
 
     When: a request ended, also by an error or because its generator was closed early. The call
         comes at the latest when the engine's next request begins. It does not come if the app
         closed or dropped its ``Llama`` first, or changed the cells on its own. ``tokens`` are the
-        tokens in the cells of sequence 0, shape ``(n,)`` int32.
+        tokens in the cells of sequence 0, shape ``(n,)`` int32. ``is_over`` is False if the request
+        goes on after another one.
     Thread: the app's or the background thread. Pass slow work to ``request.engine.defer``.
     Errors: with ``on_error = "log"`` nothing is saved; the context can still be recomputed.
     """

@@ -49,9 +49,9 @@ class KVChunksConfig(BaseModel):
         ge=0,
         le=1 << 24,
         description="Most tokens of inactive contexts that stay in the engine's cells, in steps of "
-        "256. Switching to such a context is fastest, but it takes the most memory. If unset, none; "
-        "with `memory.budget`, three contexts of the engine's size, if they fit and the codec is "
-        "not lossless.",
+        "256. Switching to such a context is fastest, but it takes the most memory. If unset, "
+        "none; with `memory.budget`, three contexts of the engine's size, if they fit and the "
+        "codec is not lossless.",
     )
     store: Path = Field(
         default=Path("~/.cache/llmaas/kv"),

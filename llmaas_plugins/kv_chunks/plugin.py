@@ -178,11 +178,13 @@ class KVChunks:
         return restored
 
     @hookimpl
-    def llmaas_kv_save(self, request: Request, tokens: Tokens) -> None:
+    def llmaas_kv_save(self, request: Request, tokens: Tokens, is_over: bool) -> None:
         """Swap out new chunks after the caller has its reply (LLMS §3.4)."""
         engine, load = request.engine, request.engine.load
         transfer = None if engine.alteration is not None else self._identified(engine)
         if transfer is None or _NAME in request.declined or len(tokens) < CHUNK_TOKENS:
+            return
+        if not is_over and transfer.may_save_later(tokens, request.app):
             return
 
         def swap_out() -> None:

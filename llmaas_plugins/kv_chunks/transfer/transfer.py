@@ -25,6 +25,8 @@ from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
 __all__ = ["Transfer"]
 
 _LEAST_GAIN = CHUNK_TOKENS // 2
+_MOST_UNSAVED = 128
+"""Tokens of an interrupted request that may be evaluated again if its parked cells are lost."""
 
 
 class Transfer:
@@ -91,6 +93,17 @@ class Transfer:
         self._profile.learn()
         if self._profile.has_unsaved_points:
             self._store.set_layout(self._profile_key, self._profile.to_json())
+
+    def may_save_later(self, tokens: Tokens, app: str | None) -> bool:
+        """Return whether the cells of an interrupted request can be parked without being saved.
+
+        The next request on the engine waits for saving. So parked cells are saved only when many
+        of their tokens are not.
+        """
+        if self._parking is None or len(tokens) > self._parking.limit:
+            return False
+        n_saved = self._store.match(self._root(app), tokens).n_tokens
+        return len(tokens) - n_saved < _MOST_UNSAVED
 
     def _take_attention(self, n_tokens: int) -> AttentionSums:
         if self._attention is not None:

@@ -153,7 +153,7 @@ class End:
         if self.is_waiting and self.engine.is_alive:
             self.is_away = True  # first, as the cells are another request's from now on
             if self.saves:
-                self._save()
+                self._save(is_over=False)
             if not self.engine.app_drafts:  # a plugin's, which attaches it again
                 self.engine.llama.draft_model = None
             return
@@ -161,13 +161,13 @@ class End:
         try:
             saves, self.saves = self.saves, False
             if saves:
-                self._save()
+                self._save(is_over=True)
         finally:
             if self.is_begun:
                 self._host.hooks.request_end(request, stats(len(request.tokens), self.n_reused))
                 self.is_begun = False
 
-    def _save(self) -> None:
+    def _save(self, *, is_over: bool) -> None:
         engine = self.engine
         if not _can_save(engine):
             return
@@ -175,7 +175,8 @@ class End:
             engine.drop_unsaid(self.n_held)
         is_own = engine.resident_app == self.request.app  # another app may have reset it since
         if is_own and not self._is_disowned:
-            self._host.hooks.kv_save(self.request, engine.reusable_tokens())
+            tokens = engine.reusable_tokens()
+            self._host.hooks.kv_save(self.request, tokens, is_over=is_over)
 
 
 def _can_save(engine: LlamaEngine) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from forking import in_child
-from interrupted import N_PIECE, Turns, check_interruptions, opened
+from interrupted import N_PIECE, OTHER, Turns, check_interruptions, opened
 from llama_cpp import StoppingCriteriaList
 from preparing import prepare
 from switching import PROMPT
@@ -20,6 +20,43 @@ def test_hook_llmaas_turn_interrupts_without_a_trace(reference_model, tmp_path, 
         left = check_interruptions(turns)
         assert left == [*range(len(PROMPT), 0, -N_PIECE), *[0] * 11]
         assert turns.requests == [*["other"] * len(left), turns.requests[-1]]
+
+
+class Saves:
+    """Listener that notes which requests are over when they are saved."""
+
+    found = ()
+
+    @hookimpl
+    def llmaas_kv_save(self, request, is_over):
+        self.found += ((request.app == "other", is_over),)
+
+
+def test_interrupted_requests_are_saved_before_they_are_over(reference_model, tmp_path):
+    with opened(reference_model, tmp_path, extra=Saves()) as turns:
+        turns.answer([1, 4])
+        assert turns.extra.found == ((False, False), (True, True)) * 2 + ((False, True),)
+
+
+@pytest.mark.parametrize(("parked", "n_saves"), [(0, 5), (1024, 3)])
+def test_parked_cells_are_not_saved_at_each_interruption(
+    reference_model, tmp_path, parked, n_saves
+):
+    """The other requests are saved, and the whole one at its end."""
+    at = [len(PROMPT) // N_PIECE + 2 + k for k in range(2)]
+    with opened(reference_model, tmp_path, {"parked_tokens": parked}) as turns:
+        expected = turns.answer()
+        before = kv_chunks()
+        assert turns.answer(at) == expected
+        after = kv_chunks()
+        assert after["saves"] - before["saves"] == n_saves
+        n_other = -(-(len(OTHER) + 5) // 16)
+        assert after["chunks"] == 2 * before["chunks"] + n_other
+
+
+def kv_chunks():
+    """Return the plugin's report."""
+    return active_suite().status()["plugins"]["kv_chunks"]
 
 
 def test_hook_llmaas_request_resume(reference_model, tmp_path):

@@ -84,6 +84,7 @@ def test_every_hook_has_a_method_and_is_silent_without_plugins():
     hooks = manager()
     arguments = {"llmaas_kv_evict": ("c",), "llmaas_status": (), "llmaas_shutdown": ()}
     arguments |= {"llmaas_cost": (request(),), "llmaas_level": (None,)}
+    arguments |= {"llmaas_kv_save": (request(), None)}
     for name in specs.__all__:
         n_arguments = getattr(specs, name).__code__.co_argcount
         method = getattr(hooks, name.removeprefix("llmaas_"))
