@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         "Prepare all that the plugins need for a model, and write a commented llmaas.toml, with "
         "which apps use the model's levels, packed weights and datastore without a change. It says "
         "first what it does and how long that takes. Stop it at any time: the same command goes "
-        "on. Better widths are searched in the background afterwards.",
+        "on. The levels are improved in the background afterwards.",
     )
     add = parser.add_argument
     add(
@@ -74,12 +74,12 @@ def add_parser(subparsers: Any) -> None:
         help=f"steps to leave out: {', '.join(STEPS)}")  # fmt: skip
     background = parser.add_mutually_exclusive_group()
     background.add_argument(
-        "--no-improve", action="store_true", help="search no better widths in the background"
+        "--no-improve", action="store_true", help="improve nothing in the background"
     )
     background.add_argument(
         "--improve",
         action="store_true",
-        help="search better widths now, in the foreground, for a model that is set up",
+        help="improve the levels now, in the foreground, for a model that is set up",
     )
     add("--dry-run", action="store_true", help="print the steps with estimates, and stop")
     add("--json", action="store_true", help="print the result as JSON")
@@ -230,7 +230,7 @@ def _then(
     if (improving := report.get("improving")) is not None:
         seconds = sum(estimates.seconds.get(step.name, 0) for step in improving_steps(job))
         yield (
-            f"Better widths are searched in the background, for about {duration_text(seconds)} "
+            f"The levels are improved in the background, for about {duration_text(seconds)} "
             f"(process {improving['pid']}; log: {improving['log']})."
         )
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.elastic.estimates import Speeds
 from llmaas_plugins.cli.setup.processes import completed
-from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job, improving_steps
+from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job, improving_steps, recovering_s
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.json_text import parse_json
 
@@ -63,7 +63,8 @@ def estimates_of(job: Job) -> Estimates:
         )
     found = parse_json(done.stdout)
     chats = sum(path.stat().st_size for path in job.chats)
-    return Estimates(_seconds(found, chats, n_bytes), found["disk_bytes"] + packing)
+    seconds = _seconds(found, chats, n_bytes) | {"recover": recovering_s(job)}
+    return Estimates(seconds, found["disk_bytes"] + packing)
 
 
 def _seconds(found: Mapping[str, Any], n_chat_bytes: int, n_bytes: int) -> dict[str, float]:

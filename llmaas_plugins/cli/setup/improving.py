@@ -1,7 +1,8 @@
-"""Search for better widths after ``llmaas setup``, in the background.
+"""Better levels after ``llmaas setup``, in the background: searched widths, and adapters.
 
-The prepared file's weights stay the same: it gets a second table of widths. Its levels are timed
-and compared before the configuration names that table, so apps never lack measured times.
+The prepared file's weights stay the same: it gets a second table of widths, and adapters for it.
+The new levels are timed and compared before the configuration names that table, so apps never lack
+measured times.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LOG = "improve.log"
 
 
 def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Start the search in the background; return its process and log, or None if it is done."""
+    """Start the work in the background; return its process and log, or None if it is done."""
     if run.is_improved():
         return None
     arguments = ["setup", str(run.job.model), "--improve", "-o", str(run.config)]
@@ -38,7 +39,7 @@ def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None
 
 
 def improve(run: Run) -> dict[str, float]:
-    """Search better widths, time and compare their levels, and switch the configuration to them.
+    """Improve the levels, time and compare them, and switch the configuration to them.
 
     Returns:
         The seconds of each step.

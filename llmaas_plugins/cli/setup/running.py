@@ -136,7 +136,7 @@ class Run:
     @contextmanager
     def _writing(self, step: Step) -> Iterator[None]:
         """Note that the prepared file is this command's, if a step writes it."""
-        if step.name not in {"prepare", "search"}:
+        if step.name not in {"prepare", "search", "recover"}:
             yield
             return
         made = MadeBefore()
@@ -149,7 +149,7 @@ class Run:
         with suppress(OSError):
             process = (self.job.folder / PROCESS).read_text().strip()
             return StoreError(
-                f"{error} Process {process} searches better widths in the background; `kill "
+                f"{error} Process {process} improves the levels in the background; `kill "
                 f"{process}` stops it, and the next run goes on with it."
             )
         return error

@@ -6,6 +6,7 @@ A step runs in a process of its own, so its memory is free again before the next
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.record import Done, folder_of, key_of
 from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.model.digest import file_digest
+from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = [
     "N_REQUESTS",
@@ -27,17 +29,23 @@ __all__ = [
     "Step",
     "holds",
     "improving_steps",
+    "recovering_s",
     "run",
     "steps_of",
     "widths_of",
 ]
 
-STEPS = ("prepare", "pack", "profile", "learn", "datastore")
-"""Names of the steps, in their order."""
+STEPS = ("prepare", "pack", "profile", "learn", "datastore", "recover")
+"""Names of the steps, in their order. The last one is done only in the background."""
 
 N_REQUESTS = 256
 """Prompts of the first outcome table; the one that follows has as many as the command's default."""
 _LENGTHS = (32, 64, 128, 256, 512)
+_RECOVERED = 4e13
+"""Parameters of a model times tokens to learn from: two hours for all levels on two cores."""
+_RECOVERED_S = 1.8e-10
+_TOKENS = 1 << 13, 1 << 18
+"""Fewest and most tokens that adapters learn from."""
 _GGUF = ".gguf"
 
 
@@ -148,11 +156,14 @@ def steps_of(job: Job) -> list[Step]:
     left_out = set(job.skipped) | (set() if job.chats else {"datastore"})
     left_out |= set() if job.is_prepared_here else {"prepare"}
     left_out |= set() if job.is_prepared_here or job.table else {"profile", "learn"}
-    return [known[name] for name in STEPS if name not in left_out]
+    return [step for name, step in known.items() if name not in left_out]
 
 
 def improving_steps(job: Job) -> list[Step]:
-    """Return the steps that find better widths; none of them changes the file's weights."""
+    """Return the steps that find better widths; none of them changes the file's weights.
+
+    Adapters are learned if torch is installed.
+    """
     known = {
         "prepare": Step(
             "search",
@@ -160,6 +171,7 @@ def improving_steps(job: Job) -> list[Step]:
             (*_prepare(job), "--json"),
             (job.model,),
         ),
+        **({"recover": _recover(job)} if importlib.util.find_spec("torch") else {}),
         "profile": _profile(job, "profile searched", "searched"),
         "learn": _learn(job, "learn searched", "searched"),
     }
@@ -218,6 +230,32 @@ def widths_of(made: Path, table: str | None) -> list[str]:
 def _prepare(job: Job) -> tuple[str, ...]:
     scores = str(job.folder / "scores.npz")  # beside the model, they might be of another one
     return ("elastic", "prepare", str(job.model), "-o", str(job.made), "--scores", scores)
+
+
+def _recover(job: Job) -> Step:
+    arguments = ("elastic", "recover", str(job.made), "--table", "searched")
+    return Step(
+        "recover",
+        "learn adapters that win back part of what the levels lose",
+        (*arguments, "--tokens", str(_recovered_tokens(job)), "--json"),
+        (job.made,),
+    )
+
+
+def recovering_s(job: Job) -> float:
+    """Return about how many seconds adapters take to learn on two cores."""
+    return _RECOVERED_S * _n_parameters(job.model) * _recovered_tokens(job)
+
+
+def _recovered_tokens(job: Job) -> int:
+    """Return from how many tokens adapters learn, fewer for larger models."""
+    least, most = _TOKENS
+    fitting = int(_RECOVERED / _n_parameters(job.model))
+    return min(most, max(least, 1 << max(0, fitting.bit_length() - 1)))
+
+
+def _n_parameters(model: Path) -> int:
+    return sum(one.n_rows * one.n_columns for one in read_header(model).tensors.values())
 
 
 def _profile(job: Job, name: str, table: str) -> Step:

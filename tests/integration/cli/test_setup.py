@@ -22,6 +22,7 @@ from llmaas_plugins.model.digest import file_digest
 pytestmark = pytest.mark.slow
 
 QUICK = "--skip", "profile", "learn"
+SKIPPED = "--skip", "learn", "recover"
 APP = """
 import json
 from llama_cpp import Llama
@@ -89,11 +90,11 @@ def test_from_a_model_to_an_app_with_all_plugins(folder, capfd, monkeypatch):
     assert all(step["is_done"] for step in report["steps"])
 
     digest = file_digest(made)
-    assert main(["setup", "model.gguf", *options[:-1], "--improve", "--skip", "learn"]) == 0
+    assert main(["setup", "model.gguf", *options[:-1], "--improve", *SKIPPED]) == 0
     assert file_digest(made) == digest  # datastore and packed weights still fit
     assert {*read_elastic(made).tables} == {"uniform", "searched"}
     assert 'table = "searched"' in (folder / "llmaas.toml").read_text()
-    status, report, _ = setup(capfd, *options, "--skip", "learn")
+    status, report, _ = setup(capfd, *options, *SKIPPED)
     assert (status, report["seconds"]) == (0, {})
     assert 'table = "searched"' in (folder / "llmaas.toml").read_text()
     assert run_app(folder)["models"] == {"loaded": {"model.gguf": str(made)}}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.setup.config_text import Settings, check_ours, config_text, write_config
 from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record, folder_of, key_of
-from llmaas_plugins.cli.setup.steps import Job, improving_steps, steps_of
+from llmaas_plugins.cli.setup.steps import Job, improving_steps, recovering_s, steps_of
 from llmaas_plugins.config import load_config
 from llmaas_plugins.reference_model import reference_model_path
 from llmaas_plugins.sizes import memory_bytes
@@ -56,9 +59,26 @@ def test_a_prepared_model_is_used_as_it_is(tmp_path):
 def test_what_follows_names_the_searched_widths():
     job = Job(reference_model_path(), "d")
     search, *others = improving_steps(job)
-    assert improving_steps(replace(job, skipped=frozenset({"learn"}))) == [search, others[0]]
+    without = replace(job, skipped=frozenset({"learn", "recover"}))
+    assert improving_steps(without) == [search, others[-2]]
     assert "--no-search" not in search.arguments
     assert all("searched" in step.arguments for step in others)
+
+
+@pytest.mark.parametrize(("n_rows", "n_tokens"), [(1 << 20, 1 << 18), (1 << 26, 1 << 13)])
+def test_adapters_of_large_models_learn_from_fewer_tokens(tmp_path, monkeypatch, n_rows, n_tokens):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch")
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor_info("x", (n_rows, 64), np.dtype(np.float32), n_rows * 256)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, 4096 + n_rows * 256)  # without blocks on the disk
+    (step,) = [one for one in improving_steps(Job(path, "d")) if one.name == "recover"]
+    assert step.arguments[-2] == str(n_tokens)
+    assert recovering_s(Job(path, "d")) < 4 * 3600
 
 
 def test_the_configuration_can_be_loaded(settings, tmp_path):
