@@ -18,8 +18,9 @@ __all__ = ["may_park", "wanted_tokens"]
 
 _CONTEXTS = 3
 """Inactive contexts that get cells if the user named no number."""
-_SHARE = 0.5
-"""Most of the free memory that the cells may take when they are made; a context takes more."""
+_SHARE = 0.25
+"""Most of the free memory that may be needed for the cells; the RAM tier holds more with it."""
+_SCORE_BYTES = 4
 
 
 def may_park(config: KVChunksConfig) -> bool:
@@ -32,8 +33,9 @@ def wanted_tokens(create: ContextCreate, config: KVChunksConfig) -> int:
 
     With a memory budget, contexts stay there without being asked for, but not with a lossless
     codec: in a cache with other contexts, last bits of sums can differ. llama.cpp writes all cells
-    when it makes them, so they must fit at that moment. A model whose weights are streamed needs
-    that memory itself.
+    when it makes them, so they must fit at that moment, and without flash attention a batch can
+    need a score for each cell, query and head. A model whose weights are streamed needs that memory
+    itself.
     """
     if _is_asked(config):
         return config.parked_tokens or 0
@@ -43,8 +45,16 @@ def wanted_tokens(create: ContextCreate, config: KVChunksConfig) -> int:
     if resident_bytes() < llama_cpp.llama_model_size(create.model):
         return 0
     own, n_ctx = all_cell_bytes(create), n_ctx_of(create)
-    fitting = _SHARE * (room - own) * n_ctx / max(1, own)
+    fitting = _SHARE * (room - own) / max(1, own // max(1, n_ctx) + _score_bytes(create))
     return max(0, min(_CONTEXTS * n_ctx, int(fitting)))
+
+
+def _score_bytes(create: ContextCreate) -> int:
+    """Return the bytes that a batch may need for each cell."""
+    params = create.params
+    is_flash = params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    n_rows = 1 if is_flash else int(llama_cpp.llama_model_n_head(create.model))
+    return _SCORE_BYTES * n_rows * (int(params.n_ubatch) or int(params.n_batch))
 
 
 def _is_asked(config: KVChunksConfig) -> bool:
