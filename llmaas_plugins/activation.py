@@ -87,7 +87,7 @@ class Suite:
             raise
 
     def status(self) -> dict[str, Any]:
-        """Return the plugins' reports by name, their errors, and the patched entry points.
+        """Return the plugins' reports, the memory by owner, errors, and the patched entry points.
 
         ``errors`` is ``{plugin: {hook: {"count": …, "last": …}}}``; it is empty if no plugin
         failed. ``native`` is present if a plugin uses the hook point in the engine. It has the
@@ -102,10 +102,17 @@ class Suite:
         native = self._installed.native()
         return {
             "plugins": plugins,
+            "memory": self.memory(),
             "errors": self.hooks.errors(),
             "patched": self._installed.targets(),
             **({} if native is None else {"native": native}),
         }
+
+    def memory(self) -> dict[str, Any]:
+        """Return who has which memory of the process, and why (``memory.owners``)."""
+        from llmaas_plugins.memory.owners import owners
+
+        return owners([*self._installed.memory(), *self.hooks.memory()])
 
     def plugin(self, name: str) -> Any:
         """Return an enabled plugin, to call methods that are no hooks.

@@ -14,6 +14,7 @@ __all__ = [
     "Room",
     "available_bytes",
     "drop_cached",
+    "mapped_bytes",
     "memory_limit_bytes",
     "nearest_directory",
     "peak_bytes",
@@ -79,6 +80,14 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     except FileNotFoundError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def mapped_bytes() -> int:
+    """Return the part of the resident memory that is pages of mapped files; 0 without /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[2]) * _PAGE
+    except FileNotFoundError:
+        return 0
 
 
 def peak_bytes() -> int:

@@ -11,10 +11,13 @@ must not ask while it holds the lock that its ``release`` takes, and a limit mus
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
-from llmaas_plugins.machine import available_bytes
+from llmaas_hooks import UnmetBudgetError
+from llmaas_plugins.machine import available_bytes, release_memory, resident_bytes
 
 __all__ = [
     "SPARE_BYTES",
@@ -30,10 +33,12 @@ __all__ = [
     "has_other_limits",
     "obtainable_bytes",
     "promised",
+    "refresh",
     "releasable",
     "release",
     "remove_keeper",
     "remove_limit",
+    "reserved",
     "room",
 ]
 
@@ -51,6 +56,9 @@ class Limit(Protocol):
 
     def grant(self, n_bytes: int) -> int:
         """Make room for up to ``n_bytes`` more; return the bytes that may be taken."""
+
+    def refresh(self) -> None:
+        """Look what memory is in use now; may wait until that is known."""
 
     def enforce(self, *, waits: bool) -> None:
         """Release what this keeper itself holds above the limit; may wait until it can."""
@@ -137,6 +145,12 @@ def grant(n_bytes: int) -> int:
     return min((limit.grant(n_bytes) for limit in _alive(_limits)), default=n_bytes)
 
 
+def refresh() -> None:
+    """Let each limit look what memory is in use now."""
+    for limit in _alive(_limits):
+        limit.refresh()
+
+
 def enforce(*, waits: bool) -> None:
     """Let each limit release what its keeper holds above it, with ``waits`` before this returns."""
     for limit in _alive(_limits):
@@ -160,6 +174,58 @@ def release(n_bytes: int) -> int:
         if released < n_bytes:
             released += user.release(n_bytes - released)
     return released
+
+
+class _Reservation:
+    """User whose memory is promised to work that is going on, as far as it did not take it yet."""
+
+    releasable_bytes = 0
+
+    def __init__(self, n_bytes: int) -> None:
+        self._until = resident_bytes() + n_bytes
+        self._n_bytes = n_bytes
+
+    @property
+    def promised_bytes(self) -> int:
+        return min(self._n_bytes, max(0, self._until - resident_bytes()))
+
+    def release(self, n_bytes: int) -> int:
+        del n_bytes
+        return 0
+
+
+@contextlib.contextmanager
+def reserved(n_bytes: int, what: str) -> Iterator[None]:
+    """Let others make room for work in the block, and keep it free until the block ends.
+
+    Args:
+        n_bytes: Memory that the work takes at most, in bytes.
+        what: Name of the work, for the error.
+
+    Raises:
+        UnmetBudgetError: The others cannot make enough room.
+    """
+    found = room()
+    if found is None:
+        yield
+        return
+    if found < n_bytes:
+        found += release(n_bytes - found)
+    granted = grant(n_bytes) if found >= n_bytes else max(0, found)
+    if granted < n_bytes:
+        raise UnmetBudgetError(
+            f"{what} takes up to {-(-n_bytes >> 20)} MiB, and the memory budget leaves "
+            f"{granted >> 20} MiB. Raise the budget, or do it with `llmaas` in a process of its "
+            "own.",
+            n_bytes - granted,
+        )
+    reservation = _Reservation(n_bytes)
+    add_user(reservation)
+    try:
+        yield
+    finally:
+        del reservation
+        release_memory()
 
 
 def _alive(references: set[weakref.ref[_T]]) -> list[_T]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import pluggy
@@ -23,6 +24,9 @@ __all__ = ["Implementation", "running"]
 running: ContextVar[tuple[str, str] | None] = ContextVar("llmaas_running", default=None)
 """Plugin and hook that were called last in this thread or task; deferred work belongs to them."""
 
+
+_MOST_BYTES = 1 << 50
+"""Largest size of memory that a plugin may claim."""
 
 Check = Callable[[Any, Mapping[str, Any]], None]
 
@@ -146,14 +150,20 @@ def _check_memory(result: Any, _: Mapping[str, Any]) -> None:
     if not isinstance(result, list) or not all(isinstance(one, MemoryClaim) for one in result):
         raise _wrong(result, "list of MemoryClaim")
     for one in result:
+        if not (isinstance(one.owner, str) and isinstance(one.why, str)):
+            raise TypeError(f"returned a claim of {one.owner!r}, expected an owner and why as str")
         points = [(0, 0.0), *one.saved]
         is_ascending = all(a <= c and b <= d for (a, b), (c, d) in itertools.pairwise(points))
-        is_finite = min(one.held, one.most, one.least) >= 0 and points[-1][1] < math.inf
-        if not (is_finite and is_ascending):
+        sizes = (one.held, one.most, one.least, 0 if one.taken is None else one.taken)
+        if not (all(map(_is_size, sizes)) and is_ascending and points[-1][1] < math.inf):
             raise TypeError(
                 f"returned a claim of {one.owner!r} with {one.held} of {one.most} bytes, expected "
-                "sizes of at least 0, and points that ascend from (0, 0) on"
+                f"sizes from 0 to {_MOST_BYTES}, and points that ascend from (0, 0) on"
             )
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, Integral) and 0 <= int(size) <= _MOST_BYTES
 
 
 def _check_freed(result: Any, _: Mapping[str, Any]) -> None:

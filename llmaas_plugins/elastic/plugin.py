@@ -14,6 +14,7 @@ from llmaas_hooks import (
     FileStamp,
     Levels,
     LogitsView,
+    MemoryClaim,
     ModelLoad,
     NativeContext,
     Request,
@@ -235,6 +236,15 @@ class ElasticModels:
             if context is not None and context.request is request:
                 context.request = None
                 self._rest(context, Levels())
+
+    @hookimpl
+    def llmaas_memory(self) -> list[MemoryClaim]:
+        """Tell what the adapters of the open models take."""
+        with self._lock:
+            models = {id(one.model): one.model for one in self._contexts.values()}.values()
+            n_bytes = sum(one.adapters.n_bytes for one in models if one.is_adapted and one.adapters)
+        why = "they bring narrow levels nearer to the whole model"
+        return [MemoryClaim.reserved("adapters", n_bytes, why)] if n_bytes else []
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:

@@ -267,21 +267,20 @@ class Residency:
             return granted
 
     def claims(self) -> list[MemoryClaim]:
-        """Return the claim of the kept weights beyond the least, or no claim without a model."""
+        """Return the claims of the streamed weights, or none without a model."""
         with self.lock:
             models = [model.seen for model in self._models.values() if model.seen]
-            total = sum(seen["bytes"] for seen in models)
-            held = sum(max(0, seen["kept_bytes"] - seen["least_bytes"]) for seen in models)
-            most = sum(seen["bytes"] - seen["least_bytes"] for seen in models)
-            saved_s = most * self._savings.saved_s(total)
-        points = ((0, 0.0), (most, saved_s))
-        claim = MemoryClaim("weights kept in memory", held, most, points, self._take_rest)
-        return [claim] if models else []
+            return self._savings.claims(models, self._take_rest)
 
     def _take_rest(self, n_bytes: int) -> None:
         """Keep what others leave, now that they gave memory back or may take more."""
         del n_bytes
         self.enforce(waits=False)
+
+    def refresh(self) -> None:
+        """Look which weights are kept now; waits for models that compute."""
+        with self.lock:
+            self.look()
 
     def enforce(self, *, waits: bool) -> None:
         """Keep the weights that fit into what others leave now."""

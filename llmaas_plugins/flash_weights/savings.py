@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from llmaas_hooks import MemoryClaim
 from llmaas_plugins.memory.recent import TIME_S, RecentSums
 
 __all__ = ["Seen", "WeightSavings"]
@@ -53,3 +55,30 @@ class WeightSavings:
         if missed > n_bytes / 100:  # otherwise nearly everything was kept, and says nothing
             self._byte_s = stalled_s / missed
         return float(self._byte_s * passed / max(1, n_bytes) / TIME_S)
+
+    def claims(
+        self, models: Sequence[Mapping[str, int]], resize: Callable[[int], None]
+    ) -> list[MemoryClaim]:
+        """Return the claims of kept weights beyond the least, and of what all weights need.
+
+        Args:
+            models: Figures of each streamed model.
+            resize: Function that sets the bytes that may be kept.
+        """
+        if not models:
+            return []
+
+        def total(name: str) -> int:
+            return sum(seen[name] for seen in models)
+
+        held = sum(max(0, seen["kept_bytes"] - seen["least_bytes"]) for seen in models)
+        most = total("bytes") - total("least_bytes")
+        points = ((0, 0.0), (most, most * self.saved_s(total("bytes"))))
+        why = "each pass through the weights need not wait for them"
+        needed = total("arena_bytes") + total("passing_bytes") + total("kept_bytes") - held
+        return [
+            MemoryClaim("weights kept in memory", held, most, points, resize, why=why),
+            MemoryClaim.reserved(
+                "streaming buffers", needed, "weights from disk pass through them"
+            ),
+        ]

@@ -15,6 +15,7 @@ from llmaas_hooks import (
     DecodeStep,
     Engine,
     LogitsView,
+    MemoryClaim,
     NativeContext,
     Request,
     StoreError,
@@ -202,6 +203,18 @@ class KnnLM:
         if (served := self._served.get(view.ctx)) is not None:
             served.mixer.restore(view)
             served.mixer.mix(view)
+
+    @hookimpl
+    def llmaas_memory(self) -> list[MemoryClaim]:
+        """Tell what the datastore and the drafts take."""
+        opened = self._opened
+        keys = 0 if opened is None else opened.datastore.memory_bytes
+        drafts, why = self._drafts.n_bytes, "answers are proposed from stored chats"
+        found = [
+            MemoryClaim.reserved("datastore", keys, "each token is looked up in it"),
+            MemoryClaim.reserved("drafts", drafts, why),
+        ]
+        return [one for one in found if one.held]
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:

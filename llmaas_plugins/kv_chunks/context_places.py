@@ -14,11 +14,12 @@ __all__ = ["context_places"]
 
 def context_places(
     store: ChunkStore, engines: Iterable[tuple[Engine, Transfer]], context_ids: Iterable[str]
-) -> dict[str, dict[str, int]]:
-    """Return how many tokens of each known context are in which place, the fastest one that counts.
+) -> dict[str, dict[str, dict[str, int]]]:
+    """Return ``tokens`` and ``bytes`` of each known context by place.
 
-    ``cells`` are the running context's cells, ``parked`` those of parked contexts. Tokens that are
-    not stored are in no place. Engines may compute meanwhile: the numbers are those of a moment.
+    A token counts at the fastest place, bytes at each place where they are stored. ``cells`` are
+    the running context's cells, ``parked`` those of parked contexts. Tokens that are not stored are
+    in no place. Engines may compute meanwhile: the numbers are those of a moment.
 
     Args:
         store: Store with the contexts' chunks.
@@ -30,7 +31,9 @@ def context_places(
     return {name: _places(stored, engines) for name, stored in found if stored is not None}
 
 
-def _places(stored: StoredContext, engines: list[tuple[Engine, Transfer]]) -> dict[str, int]:
+def _places(
+    stored: StoredContext, engines: list[tuple[Engine, Transfer]]
+) -> dict[str, dict[str, int]]:
     n_cells = n_parked = 0
     for engine, transfer in engines:
         with contextlib.suppress(ReferenceError):  # the engine ended meanwhile
@@ -39,9 +42,10 @@ def _places(stored: StoredContext, engines: list[tuple[Engine, Transfer]]) -> di
             n_cells, n_parked = max(n_cells, held[0]), max(n_parked, held[1])
     n_in_engine = max(n_cells, n_parked)
     in_ram, on_disk = stored.in_ram[n_in_engine:], stored.on_disk[n_in_engine:]
-    return {
+    n_tokens = {
         "cells": n_cells,
         "parked": n_in_engine - n_cells,
         "ram": int(in_ram.sum()),
         "disk": int((on_disk & ~in_ram).sum()),
     }
+    return {"tokens": n_tokens, "bytes": {"ram": stored.ram_bytes, "disk": stored.disk_bytes}}

@@ -225,7 +225,7 @@ class KVChunks:
     @hookimpl
     def llmaas_memory(self) -> list[MemoryClaim]:
         """Tell what contexts in RAM save."""
-        return [self._store.claim()] if "_store" in self.__dict__ else []
+        return self._store.claims() if "_store" in self.__dict__ else []
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
@@ -248,8 +248,8 @@ class KVChunks:
             if "_workers" in self.__dict__:
                 closing.callback(self._workers.close)
 
-    def places(self, context_ids: Iterable[str]) -> dict[str, dict[str, int]]:
-        """Return how many tokens of named contexts are in cells, parked, in RAM and on disk."""
+    def places(self, context_ids: Iterable[str]) -> dict[str, dict[str, dict[str, int]]]:
+        """Return tokens and bytes of named contexts by place (``context_places``)."""
         if "_store" not in self.__dict__:
             return {}
         with self._lock:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import MemoryClaim
+from llmaas_plugins.machine import total_bytes
 
 __all__ = ["STEP", "Values", "divide", "saved_s", "values"]
 
@@ -43,7 +44,7 @@ def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
     would change by less than a step keeps what it has.
     """
     n_left = max(0, n_bytes) // STEP
-    curves = [_curve(claim) for claim in claims]
+    curves = [_curve(claim, n_bytes) for claim in claims]
     given = [0] * len(claims)
     for i, claim in enumerate(claims):
         is_known = any(seconds for _, seconds in claim.saved)
@@ -76,15 +77,18 @@ def saved_s(claim: MemoryClaim, size: int) -> float:
 
 def values(claim: MemoryClaim) -> Values:
     """Return what a claim's last and next bytes are worth."""
-    curve = _curve(claim)
+    curve = _curve(claim, total_bytes())
     n = min(claim.held // STEP, len(curve) - 1)
     each_mib = STEP >> 20
     return Values(_best(curve[n::-1], sign=-1)[0] / each_mib, _best(curve[n:])[0] / each_mib)
 
 
-def _curve(claim: MemoryClaim) -> NDArray[np.float64]:
-    """Return the seconds saved a second by 0, 1, … steps of memory, shape ``(n + 1,)``."""
-    return _saved_s(claim, np.arange(claim.most // STEP + 1) * STEP)
+def _curve(claim: MemoryClaim, n_bytes: int) -> NDArray[np.float64]:
+    """Return the seconds saved a second by 0, 1, … steps of memory, shape ``(n + 1,)``.
+
+    Claims of more memory than there is are cut to ``n_bytes``: each step takes eight bytes here.
+    """
+    return _saved_s(claim, np.arange(max(0, min(claim.most, n_bytes)) // STEP + 1) * STEP)
 
 
 def _saved_s(claim: MemoryClaim, sizes: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -71,6 +71,7 @@ class SharedMemory(forks.Forked):
         self._moves: deque[dict[str, Any]] = deque(maxlen=_SHOWN_MOVES)
         self._n_moves = 0
         self._failures = FailureLog(_log, logging.WARNING)
+        self._failed_claims = FailureLog(_log, logging.WARNING)
         self._ended: threading.Event | None = None
         self._in_force = min(budget, process_memory.obtainable_bytes())
         process_memory.add_keeper(self)
@@ -115,6 +116,9 @@ class SharedMemory(forks.Forked):
         taken = resident_bytes() + process_memory.promised()
         return self._in_force - process_memory.SPARE_BYTES - taken
 
+    def refresh(self) -> None:
+        """Do nothing: the process is asked each time."""
+
     def enforce(self, *, waits: bool) -> None:
         """Do nothing: those who may give memory back are asked elsewhere."""
         del waits
@@ -145,12 +149,11 @@ class SharedMemory(forks.Forked):
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
         """Report who has which memory, what it is worth, and the last moves."""
-        claims = self._claims()
         return {
             "budget": self._budget,
             "in_force": self._in_force,
             "resident_bytes": resident_bytes(),
-            "claims": [_described(claim) for claim in claims],
+            "claims": [_described(claim) for claim in self._movable()],
             "moves": self._n_moves,
             "last_moves": list(self._moves),
         }
@@ -207,7 +210,7 @@ class SharedMemory(forks.Forked):
     # -- division -------------------------------------------------------------------------------
 
     def _obey(self, *, waits: bool) -> list[MemoryClaim]:
-        """Release what exceeds the budget or what the system can give; return all claims.
+        """Release what exceeds the budget or what the system can give; return movable claims.
 
         Args:
             waits: Whether to wait for models that compute. If not, they release memory when their
@@ -217,6 +220,8 @@ class SharedMemory(forks.Forked):
             UnmetBudgetError: Too little can be released.
         """
         self._in_force = min(self._budget, process_memory.obtainable_bytes())
+        if waits:
+            process_memory.refresh()
         room = process_memory.room() or 0
         if room < 0 and waits and -room > process_memory.releasable():
             raise self._unmet(self._in_force - room, "what the process needs", -room)
@@ -227,7 +232,10 @@ class SharedMemory(forks.Forked):
             process_memory.enforce(waits=waits)
         if room < 0:
             raise self._unmet(self._in_force - room, "what the process needs", -room)
-        return self._claims()
+        return self._movable()
+
+    def _movable(self) -> list[MemoryClaim]:
+        return [claim for claim in self._claims() if claim.resize is not None]
 
     def _divide(self, claims: Sequence[MemoryClaim]) -> None:
         room, now = process_memory.room(), time.monotonic()
@@ -243,7 +251,7 @@ class SharedMemory(forks.Forked):
         sizes = [one for one in zip(claims, held, wanted, strict=True) if one[1] != one[2]]
         if all(size > was for _, was, size in sizes):  # there is memory that nobody had
             for claim, _, size in sizes:
-                claim.resize(size)
+                self._resize(claim, size)
             return
         gain_s = sum(max(0.0, change) for change in changes)
         loss_s = -sum(min(0.0, change) for change in changes)
@@ -254,8 +262,23 @@ class SharedMemory(forks.Forked):
         move = {claim.owner: [was, size] for claim, was, size in sizes}
         self._moves.append({"at": time.time(), "bytes": move, "saved_s": gain_s - loss_s})
         _log.info("memory moves to save %.1f %% of the time: %s", 100 * (gain_s - loss_s), move)
-        for claim, _, size in sorted(sizes, key=lambda one: one[2] - one[1]):  # release first
-            claim.resize(size)
+        is_released = True
+        for claim, was, size in sorted(sizes, key=lambda one: one[2] - one[1]):  # release first
+            if size < was or is_released:
+                is_released &= self._resize(claim, size)
+
+    def _resize(self, claim: MemoryClaim, n_bytes: int) -> bool:
+        """Resize a claim that can move; return whether that worked.
+
+        A claim that fails must not keep others from being resized, but none may grow then.
+        """
+        assert claim.resize is not None
+        try:
+            claim.resize(n_bytes)
+        except Exception as error:
+            self._failed_claims.failed("%s cannot be resized: %s", claim.owner, error)
+            return False
+        return True
 
     def _require(self, create: ContextCreate) -> None:
         process = max(resident_bytes(), llama_cpp.llama_model_size(create.model))

@@ -31,6 +31,10 @@ __all__ = ["App", "Context", "LLMService", "Reply"]
 
 _LONGEST_NAME = 128
 _MOST_LISTED = 200
+_NOWHERE = {
+    "tokens": {"cells": 0, "parked": 0, "ram": 0, "disk": 0},
+    "bytes": {"ram": 0, "disk": 0},
+}
 
 
 class LLMService:
@@ -105,23 +109,28 @@ class LLMService:
         """Return the number of contexts, and where the tokens of the latest are, as JSON types.
 
         ``places`` of a context has tokens in ``cells``, ``parked``, in ``ram`` and on ``disk``, as
-        kv_chunks knows them; it is None without kv_chunks.
+        kv_chunks knows them, and ``bytes`` has those in ``ram`` and on ``disk``. Both are None
+        without kv_chunks. ``memory`` has the process's memory by owner.
 
         Args:
-            app: App whose contexts are counted and listed; None for those of all apps.
+            app: App whose contexts are counted and listed; None for those of all apps, and for the
+                memory of the process.
         """
         records = self._log.latest(app, _MOST_LISTED)
         suite = active_suite()
         has_places = suite is not None and "kv_chunks" in suite.config.enabled()
-        places = {}
+        found = {}
         if suite is not None and has_places:
-            places = suite.plugin("kv_chunks").places([record.id for record in records])
-        nowhere = {"cells": 0, "parked": 0, "ram": 0, "disk": 0} if has_places else None
+            found = suite.plugin("kv_chunks").places([record.id for record in records])
+        other: dict[str, Any] = _NOWHERE if has_places else {"tokens": None, "bytes": None}
+        places = [found.get(record.id, other) for record in records]
         return {
             "n_contexts": self._log.n_contexts(app),
             "contexts": [
-                {**record.summary(), "places": places.get(record.id, nowhere)} for record in records
+                {**record.summary(), "places": at["tokens"], "bytes": at["bytes"]}
+                for record, at in zip(records, places, strict=True)
             ],
+            **({} if suite is None or app is not None else {"memory": suite.memory()}),
         }
 
     def close(self) -> None:

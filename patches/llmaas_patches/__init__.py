@@ -11,7 +11,7 @@ from typing import Any
 
 from llama_cpp import Llama
 
-from llmaas_hooks import HookManager
+from llmaas_hooks import HookManager, MemoryClaim
 from llmaas_patches.compat import TESTED_VERSIONS, VERSION_RANGE, check_version
 from llmaas_patches.host import Host
 from llmaas_patches.patcher import Applied
@@ -50,6 +50,10 @@ class Installed:
     def native(self) -> dict[str, Any] | None:
         """Return counters of the contexts on the native backend; None if no plugin needs it."""
         return None if self._host.native is None else self._host.native.report()
+
+    def memory(self) -> list[MemoryClaim]:
+        """Return the memory that engines need; empty if no plugin needs the native backend."""
+        return [] if self._host.native is None else self._host.native.memory()
 
     def n_said(self, llama: Llama) -> int:
         """Return the number of tokens in a context, without a draft model's mere proposals."""

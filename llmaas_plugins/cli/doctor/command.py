@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_plugins.cli.doctor.diagnosis import diagnose
 from llmaas_plugins.cli.options import add_config_option
 from llmaas_plugins.cli.output import counted, one_line, print_report, setting_text
+from llmaas_plugins.memory.owners import owner_lines
 
 if TYPE_CHECKING:
     import argparse
@@ -36,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         type=Path,
         metavar="GGUF",
         help="also open this model as an app would, with the configured plugins, and report which "
-        "plugins serve it and what the others lack",
+        "plugins serve it, what the others lack, and who has which memory",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=doctor)
@@ -75,6 +76,10 @@ def _text(findings: list[Finding], *, is_long: bool) -> Iterable[str]:
 
 
 def _lines(finding: Finding) -> Iterable[str]:
+    if isinstance(finding.value, dict):
+        yield f"  ok {finding.name}"
+        yield from (f"       {one_line(line)}" for line in owner_lines(finding.value))
+        return
     mark = "ok" if finding.problem is None else "!!"
     origin = f"   ({finding.origin})" if finding.origin else ""
     value = "" if _is_valueless(finding) else f" = {setting_text(finding.value)}"

@@ -89,6 +89,8 @@ def _opened(model: Path, config: Config) -> Iterator[Finding]:
 
 def _reported(config: Config, status: dict[str, Any]) -> Iterator[Finding]:
     errors = status["errors"]
+    if config.enabled():
+        yield Finding(_SECTION, "memory by owner", status["memory"])
     for name in config.enabled():
         failed = errors.get(name, {})
         report = status["plugins"].get(name) or {}

@@ -13,13 +13,14 @@ from llmaas_plugins.knn_lm.datastore.distances import squared_distances
 from llmaas_plugins.knn_lm.datastore.pca import Basis, fit_basis
 from llmaas_plugins.knn_lm.selection.objective import Objective
 
-__all__ = ["ArchiveSource", "SelectionParams", "archive_source", "initial_objective"]
+__all__ = ["SAMPLE", "ArchiveSource", "SelectionParams", "archive_source", "initial_objective"]
 
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 
 _PART = 8192
-_SAMPLE = 20_000
+SAMPLE = 20_000
+"""Most pairs to look at for directions and distances."""
 _PROBES = 512
 _NEAREST = 10
 _THETA = 0.25
@@ -78,7 +79,7 @@ def archive_source(archive: Archive, params: SelectionParams) -> ArchiveSource:
             "conversations with `llmaas datastore add`."
         )
     rng = np.random.default_rng(params.seed)
-    picks = np.sort(rng.choice(archive.n_pairs, min(_SAMPLE, archive.n_pairs), replace=False))
+    picks = np.sort(rng.choice(archive.n_pairs, min(SAMPLE, archive.n_pairs), replace=False))
     n_dims = min(params.n_dims, archive.binding.n_embd)
     return ArchiveSource(archive, fit_basis(archive.pairs(picks).keys, n_dims, params.seed))
 
@@ -87,7 +88,7 @@ def initial_objective(source: ArchiveSource, seed: int) -> Objective:
     """Return Eq 4's constants before a fit; theta comes from distances between near neighbors."""
     rng = np.random.default_rng(seed)
     n = len(source.values)
-    picks = np.sort(rng.choice(n, min(_SAMPLE, n), replace=False))
+    picks = np.sort(rng.choice(n, min(SAMPLE, n), replace=False))
     keys = source.keys(picks)
     probes = rng.choice(len(keys), min(_PROBES, len(keys)), replace=False)
     nearest = min(_NEAREST, len(keys) - 1)

@@ -18,13 +18,18 @@ from typing import Any
 
 from llmaas_hooks import ConfigError, Engine, NativeContext, StoreError, forks
 from llmaas_hooks.native import States
+from llmaas_plugins import process_memory
 from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.build import inbox
 from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
 from llmaas_plugins.knn_lm.build.encoder import Encoder
 from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
-from llmaas_plugins.knn_lm.build.update_datastore import is_update_due, update_datastore
+from llmaas_plugins.knn_lm.build.update_datastore import (
+    is_update_due,
+    update_bytes,
+    update_datastore,
+)
 
 __all__ = ["Learner"]
 
@@ -69,6 +74,7 @@ class Learner(forks.Forked):
         self._last_end = time.monotonic()
         self._engine: Engine | None = None
         self._is_at_work = self._is_closed = False
+        self._is_selection_due = False
         self._thread: threading.Thread | None = None
         self.n_learned = 0
         self.last_error: str | None = None
@@ -170,18 +176,27 @@ class Learner(forks.Forked):
                 raise _Stopped
 
     def _work(self, engine: Engine) -> None:
-        """Learn the complete files in the inbox, then refresh the selection if it is due."""
+        """Learn the complete files in the inbox, then refresh the selection if it is due.
+
+        A selection that failed, for want of memory or of disk space, stays due.
+        """
         waiting = [path for path in inbox.waiting_files(self._store) if inbox.is_complete(path)]
-        if not waiting:
+        if not (waiting or self._is_selection_due):
             return
         llama = engine.llama
         binding = binding_of(llama, self._key, engine.load)
         with Archive.open(self._store, binding, writable=True) as archive:
-            with Encoder(llama, self._natives, self._key, n_batch=_BATCH) as encoder:
-                for path in waiting:
-                    self._learn(path, archive, llama, encoder)
-            if is_update_due(archive, self._params):
-                update_datastore(archive, self._params, self._pause)
+            if waiting:
+                with Encoder(llama, self._natives, self._key, n_batch=_BATCH) as encoder:
+                    for path in waiting:
+                        self._learn(path, archive, llama, encoder)
+            self._is_selection_due = is_update_due(archive, self._params)
+            if self._is_selection_due:
+                n_bytes = update_bytes(archive, self._params)
+                with process_memory.reserved(n_bytes, "selecting what was learned"):
+                    update_datastore(archive, self._params, self._pause)
+                self._is_selection_due = False
+        self.last_error = None
 
     def _learn(self, path: Path, archive: Archive, llama: Any, encoder: Encoder) -> None:
         before = inbox.FileState.of(path)

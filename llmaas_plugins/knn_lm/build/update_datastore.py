@@ -21,6 +21,7 @@ import numpy as np
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import ONLINE, write_atomic
 from llmaas_plugins.knn_lm.build.archive_source import (
+    SAMPLE,
     SelectionParams,
     archive_source,
     initial_objective,
@@ -30,10 +31,15 @@ from llmaas_plugins.knn_lm.selection.algorithms import BUFFER
 from llmaas_plugins.knn_lm.selection.objective import Objective
 from llmaas_plugins.knn_lm.selection.priority_sampling import PrioritySample, PrioritySampler
 
-__all__ = ["is_update_due", "update_datastore"]
+__all__ = ["is_update_due", "update_bytes", "update_datastore"]
 
 _LEAST_NEW = 1000
 _GROWTH = 0.1
+_FIXED_BYTES = 16 << 20
+"""Bytes for modules, and for searches in parts of a fixed size."""
+_KEPT_BYTES, _SAMPLED_BYTES = 4, 10
+"""Bytes for each number of a key: it is kept in half precision, and copied; a sample is also held
+twice in single precision."""
 _DIGEST_BYTES = 16
 _MOST_BYTES = 1 << 30
 
@@ -67,6 +73,13 @@ def is_update_due(archive: Archive, params: SelectionParams) -> bool:
     return n_new >= min(BUFFER, max(_LEAST_NEW, int(_GROWTH * n_seen))) or (
         n_new > 0 and n_seen == 0
     )
+
+
+def update_bytes(archive: Archive, params: SelectionParams) -> int:
+    """Return the memory that ``update_datastore`` takes at most, in bytes."""
+    n_embd = 0 if archive.binding is None else archive.binding.n_embd
+    n_kept, n_sampled = (min(archive.n_pairs, n) for n in (params.size, SAMPLE))
+    return _FIXED_BYTES + n_embd * (_KEPT_BYTES * n_kept + _SAMPLED_BYTES * n_sampled)
 
 
 def update_datastore(

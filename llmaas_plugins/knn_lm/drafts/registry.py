@@ -30,6 +30,10 @@ class DraftRegistry:
     """Manager of the draft models of all engines that support drafts.
 
     An app is proposed continuations from its own chats, and from those that belong to no app.
+
+    Attributes:
+        n_bytes: Memory of all drafts in bytes, as of the last request. To read it takes no lock,
+            which may be held while drafts are made.
     """
 
     def __init__(self, store: Path, *, shares: bool) -> None:
@@ -46,6 +50,7 @@ class DraftRegistry:
         self._warned: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._owners: dict[bytes, str | None] = {}
         self._seen_files: list[tuple[str, int]] | None = None
+        self.n_bytes = 0
 
     def begin(self, engine: Engine, app: str | None, *, is_on: bool) -> None:
         """Attach the app's draft to the engine for a request, or leave the engine without one.
@@ -71,6 +76,7 @@ class DraftRegistry:
                 drafts[key] = self._attached(engine, key)
             self.end(engine)
             draft = drafts[key]
+            self.n_bytes = sum(one.n_bytes for one in self._all())
         if is_on and draft is not None and engine.llama.draft_model is None:
             engine.llama.draft_model = draft
 
@@ -96,6 +102,7 @@ class DraftRegistry:
             for engine in list(self._drafts):
                 self.end(engine)
             self._drafts.clear()
+            self.n_bytes = 0
 
     def _all(self) -> list[DatastoreDraft]:
         with self._lock:

@@ -41,12 +41,16 @@ class StoredContext(NamedTuple):
         tokens: Token ids, shape ``(n,)``.
         in_ram: Whether each token's chunk is in RAM, shape ``(n,)``.
         on_disk: Whether each token's chunk is on disk, shape ``(n,)``.
+        ram_bytes: Bytes of the chunks in RAM, which other contexts may share.
+        disk_bytes: Bytes of the chunks on disk.
     """
 
     root: bytes
     tokens: Tokens
     in_ram: NDArray[np.bool_]
     on_disk: NDArray[np.bool_]
+    ram_bytes: int
+    disk_bytes: int
 
 
 class ChunkStore(forks.Forked):
@@ -108,6 +112,7 @@ class ChunkStore(forks.Forked):
         with self._residency.lock:
             path = self._residency.tree.path_to(context_id)
             tiers = [(chunk.n_tokens, chunk.ram != ABSENT, chunk.disk != ABSENT) for chunk in path]
+            sizes = [chunk.size for chunk in path]
         if not path:
             return None
         tokens = np.frombuffer(b"".join(chunk.id.tokens for chunk in path), dtype="<i4")
@@ -117,6 +122,8 @@ class ChunkStore(forks.Forked):
             tokens,
             np.repeat(np.array(in_ram, dtype=bool), n_tokens),
             np.repeat(np.array(on_disk, dtype=bool), n_tokens),
+            sum(itertools.compress(sizes, in_ram)),
+            sum(itertools.compress(sizes, on_disk)),
         )
 
     def touch(self, ids: Sequence[ChunkId]) -> None:
@@ -271,14 +278,28 @@ class ChunkStore(forks.Forked):
             sizes = [None if one is None else page_round(one.size) for one in self.find(ids)]
             self._reuse.used([wanted.key for wanted in ids], sizes)
 
-    def claim(self) -> MemoryClaim:
-        """Return the claim of the chunks in RAM, beyond the transfer buffers."""
-        most = max(0, self._residency.ram.capacity - self.space.buffer_bytes)
+    def claims(self) -> list[MemoryClaim]:
+        """Return the claims of the chunks in RAM, and of what is taken beside them."""
+        buffers, ram = self.space.buffer_bytes, self._residency.ram
+        most = max(0, ram.capacity - buffers)
         with self._residency.lock:
             points = self._reuse.points(most)
         process = self.space.process
         held, least = process.held_bytes, min(process.least_bytes, most)
-        return MemoryClaim("contexts in RAM", held, most, points, process.allow, least)
+        taken = max(0, ram.resident_bytes - buffers)
+        parked = max(0, ram.lent - self.space.withheld_bytes)
+        why = "contexts that are used again are neither read nor computed"
+        return [
+            MemoryClaim("contexts in RAM", held, most, points, process.allow, least, taken, why),
+            MemoryClaim.reserved(
+                "cells of parked contexts",
+                parked,
+                "lent by contexts in RAM: a switch copies nothing",
+            ),
+            MemoryClaim.reserved(
+                "transfer buffers", buffers, "contexts pass through them on their way to the engine"
+            ),
+        ]
 
     # -- eviction, end ----------------------------------------------------------------------
 

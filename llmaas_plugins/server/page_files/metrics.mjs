@@ -4,6 +4,7 @@ const PAIR = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
 const ESCAPED = { "\\\\": "\\", '\\"': '"', "\\n": "\n" };
 const PLUGINS = ["kv_chunks", "flash_weights", "elastic", "deadlines", "knn_lm"];
+const COLORS = ["c1", "c2", "c3", "c4"];
 const WINDOW_S = 30;
 
 /** Return the samples of a scrape: arrays of {labels, value} by name. */
@@ -39,22 +40,16 @@ export function pluginsOn(metrics) {
   return PLUGINS.filter((plugin) => names.some((name) => name.startsWith(`llmaas_${plugin}_`)));
 }
 
-/** Return the owners of memory, the largest constant part last: {name, color, bytes}. */
-export function memoryByOwner(metrics) {
-  const sum = (...names) => names.reduce((total, name) => total + value(metrics, name), 0);
-  const on = pluginsOn(metrics);
-  const owners = [
-    ["kv_chunks", "Contexts in RAM", "c4", sum("llmaas_kv_chunks_ram_bytes", "llmaas_kv_chunks_buffer_bytes")],
-    ["kv_chunks", "Parked contexts' cells", "c2", sum("llmaas_kv_chunks_lent_bytes")],
-    ["flash_weights", "Streamed weights", "c1", sum("llmaas_flash_weights_held_bytes")],
-    ["knn_lm", "Datastore and drafts", "c3", sum("llmaas_knn_lm_memory_bytes", "llmaas_knn_lm_draft_bytes")],
-  ]
-    .filter(([plugin]) => on.includes(plugin))
-    .map(([, name, color, bytes]) => ({ name, color, bytes }));
-  const known = owners.reduce((total, owner) => total + owner.bytes, 0);
-  const rest = Math.max(0, sum("process_resident_memory_bytes") - known);
-  const name = on.includes("flash_weights") ? "The rest of the process" : "Model and the rest of the process";
-  return [{ name, color: "c0", bytes: rest }, ...owners];
+/** Return the owners of memory in the service's report, the rest first: {name, color, bytes, why}. */
+export function memoryByOwner(report) {
+  const rank = ({ kind }) => (kind === "rest" ? 0 : 1);
+  const sorted = [...report.owners].sort((a, b) => rank(a) - rank(b) || a.owner.localeCompare(b.owner));
+  return sorted.map(({ owner, bytes, kind, why }, i) => ({
+    name: owner[0].toUpperCase() + owner.slice(1),
+    color: kind === "rest" ? "c0" : COLORS[i % COLORS.length],
+    bytes,
+    why,
+  }));
 }
 
 /** Return the counters of a scrape that rates are taken of. */

@@ -69,17 +69,17 @@ function show({ overview, metrics }) {
   for (const id of ADMINISTRATORS) byId(id).hidden = metrics === null;
   showContexts(overview);
   if (metrics === null) return;
-  keep(metrics);
+  keep(metrics, overview);
   showMetrics(metrics, overview);
 }
 
 /** Add a sample, and forget old ones, and those of a service that has restarted. */
-function keep(metrics) {
+function keep(metrics, { memory }) {
   const begin = figures.value(metrics, "process_start_time_seconds");
   if (begin !== started) samples.length = 0;
   started = begin;
   const time = Date.now() / 1000;
-  const sample = { time, counters: figures.counters(metrics), memory: figures.memoryByOwner(metrics) };
+  const sample = { time, counters: figures.counters(metrics), memory: memory ? figures.memoryByOwner(memory) : [] };
   samples.push(sample);
   sample.rates = figures.rates(samples);
   while (samples[0].time < time - KEPT_S) samples.shift();
@@ -198,13 +198,19 @@ function showFigures(metrics, overview) {
   byId("figures").replaceChildren(...shown);
 }
 
-/** Fill a legend: rows of [color, name, text]. */
+/** Fill a legend: rows of [color, name, text] and maybe a detail. */
 function showLegend(section, rows) {
-  const made = rows.map(([color, name, text]) =>
+  const made = rows.map(([color, name, text, detail]) =>
     element(
       "tr",
       {},
-      element("th", {}, element("i", { className: color }), name),
+      element(
+        "th",
+        {},
+        element("i", { className: color }),
+        name,
+        ...(detail ? [element("span", { className: "detail" }, detail)] : []),
+      ),
       element("td", {}, text),
     ),
   );
@@ -214,13 +220,14 @@ function showLegend(section, rows) {
 function showCharts() {
   const times = samples.map((sample) => sample.time);
   const last = samples.at(-1);
-  const memory = last.memory.map(({ color }, i) => ({
+  const memory = last.memory.map(({ color, name }) => ({
     color,
-    values: samples.map((sample) => sample.memory[i]?.bytes ?? 0),
+    values: samples.map((sample) => sample.memory.find((one) => one.name === name)?.bytes ?? 0),
   }));
   const svg = (id) => byId(id).querySelector("svg");
   drawChart(svg("memory"), times, memory, { stacked: true, format: figures.bytes, least: 1e6 });
-  showLegend(byId("memory"), last.memory.map(({ color, name, bytes }) => [color, name, figures.bytes(bytes)]));
+  const rows = last.memory.map(({ color, name, bytes, why }) => [color, name, figures.bytes(bytes), why]);
+  showLegend(byId("memory"), rows);
   const lines = [
     { color: "c3", name: "Prompts, computed", of: "read" },
     { color: "c1", name: "Answers", of: "written" },
@@ -282,7 +289,7 @@ function showContexts({ n_contexts: n, contexts }) {
   more.setAttribute("aria-expanded", String(showsAll));
 }
 
-function contextRow({ id, app, n_tokens: n, n_calls: calls, used, places }, now) {
+function contextRow({ id, app, n_tokens: n, n_calls: calls, used, places, bytes }, now) {
   const cell = (className, unit, ...content) => {
     const made = element("td", { className, role: "cell" }, ...content);
     made.dataset.unit = unit;
@@ -297,11 +304,11 @@ function contextRow({ id, app, n_tokens: n, n_calls: calls, used, places }, now)
     cell("number", calls === 1 ? " call" : " calls", figures.count(calls)),
     cell("number", "", figures.ago(used, now)),
   );
-  if (places !== null) row.append(placesCell(n, places));
+  if (places !== null) row.append(placesCell(n, places, bytes));
   return row;
 }
 
-function placesCell(n, places) {
+function placesCell(n, places, bytes) {
   const parts = PLACES.map(([color, name]) => ({ color, name, amount: places[color] }));
   const known = parts.reduce((total, { amount }) => total + amount, 0);
   parts.push({ color: "lost", name: "not stored", amount: Math.max(0, n - known) });
@@ -311,7 +318,9 @@ function placesCell(n, places) {
   drawBar(svg, parts, Math.max(n, known));
   const said = parts.filter(({ amount }) => amount > 0);
   const text = said.map(({ name, amount }) => `${figures.count(amount)} ${name}`).join(", ");
-  return element("td", { className: "where", role: "cell" }, svg, element("span", {}, text || "nothing yet"));
+  const sizes = `${figures.bytes(bytes.ram)} stored in RAM, ${figures.bytes(bytes.disk)} on disk`;
+  const label = element("span", { title: sizes }, text || "nothing yet");
+  return element("td", { className: "where", role: "cell" }, svg, label);
 }
 
 // -- start -------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class BackendContext:
         model: Address of the ``llama_model``.
         load: Record of how the model was opened; None if that was before the activation.
         is_sparse: Value of ``sparse_tokens``, for callers that ask for every token.
+        streamed_bytes: Bytes of the model's weights that are read from files.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class BackendContext:
         """Attach to ``engine``, which lives as long as the context, and to a weight ``table``."""
         self.ctx, self.model, self.load = ctx, create.model, create.load
         self.is_sparse = False
+        self.streamed_bytes = 0
         self._n_whole = 0
         self._table = table
         self._library = library

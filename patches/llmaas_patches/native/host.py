@@ -15,6 +15,7 @@ from llmaas_hooks import (
     ContextCreate,
     HookManager,
     IncompatibleError,
+    MemoryClaim,
     ModelFile,
     ModelLoad,
     PluginError,
@@ -31,6 +32,7 @@ from llmaas_patches.native.claims import (
     tensor_places,
 )
 from llmaas_patches.native.library import Library, load_library
+from llmaas_patches.native.memory import engine_memory
 
 __all__ = ["NativeHost", "native_host"]
 
@@ -234,6 +236,7 @@ class NativeHost:
             ctx, engine = self._creating(table, lambda: original(params))
         if ctx is not None and engine != self._ffi.NULL:
             made = BackendContext(self._library, engine, int(ctx), create, table)
+            made.streamed_bytes = made.file_weights().stats()["bytes"]
             self._contexts[int(ctx)] = made
         return ctx
 
@@ -288,6 +291,10 @@ class NativeHost:
         if self._is_registered:
             self._is_registered = False
             self._lib.llmaas_unregister()
+
+    def memory(self) -> list[MemoryClaim]:
+        """Return the claims of every open context and its model."""
+        return engine_memory(list(self._contexts.values()))
 
     def report(self) -> dict[str, Any]:
         """Return counters of every open context."""

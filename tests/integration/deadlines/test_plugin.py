@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from leveled import TENTHS, Recorder
+from leveled import Recorder, write_times
 from llama_cpp import Llama
 from preparing import prepare
 from served import serving
@@ -18,38 +18,12 @@ from llmaas_hooks import request_scope, serving_context
 from llmaas_plugins import activate, deadlines, elastic
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.elastic import latency
-from llmaas_plugins.elastic.latency import Curves, Latency, Machine, latency_path
+from llmaas_plugins.elastic.latency import latency_path
 from llmaas_plugins.model.digest import Digest
 from llmaas_plugins.service import LLMService
 
 N = len(PROMPT)
 LONG = [1, *range(300, 379)]
-
-
-def slow(level):
-    """Return times of a machine on which a token takes ``level`` seconds, so that all fit."""
-    return tuple(1000 * level * n for n in (1, 1000))
-
-
-def write_times(model, scale=1.0):
-    """Write a table in which each prompt token, and each further one, takes ``level`` seconds."""
-    curves = {
-        "n_tokens": (1, 1000),
-        "spread_ms": (((0.0, 0.0),) * len(TENTHS),),
-        "held": (500,),
-    }
-    ttft = tuple(tuple(scale * ms for ms in slow(level)) for level in TENTHS)
-    held = tuple((scale * 500_000 * level,) for level in TENTHS)
-    flat = tuple((scale * 1000 * level,) * 2 for level in TENTHS)
-    Latency(
-        model=model.name,
-        table="uniform",
-        machine=Machine.this(),
-        levels=TENTHS,
-        threads=(1,),
-        ttft=Curves(ms=(ttft,), held_ms=(held,), **curves),
-        tpot=Curves(ms=(flat,), held_ms=(tuple(row[:1] for row in flat),), **curves),
-    ).save(latency_path(model, "uniform"))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from llama_cpp import Llama
 from served import wait_until
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins import activate
+from llmaas_plugins import activate, process_memory
 from llmaas_plugins.chats.exports import Conversation, Message, load_conversations
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import INBOX, ONLINE, SELECTED
@@ -79,6 +79,40 @@ def test_what_waits_is_learned_and_then_mixed(tmp_path, reference_model):
     assert after["mixed"] + after["skipped"] > 0
     with Archive.open(tmp_path) as archive:
         assert {row.title for row in archive.conversations()} == {c.title for c in CONVERSATIONS}
+
+
+class Short:
+    """Limit of the process that leaves little room until it is lifted."""
+
+    def __init__(self):
+        self.left = 1 << 20
+
+    def room(self):
+        return self.left
+
+    def grant(self, n_bytes):
+        return min(n_bytes, self.left)
+
+    def enforce(self, *, waits):
+        del waits
+
+
+@pytest.mark.slow
+def test_selection_waits_for_memory(tmp_path, reference_model):
+    """What was learned is kept, and selected as soon as others leave the memory for it."""
+    leave(tmp_path, CONVERSATIONS[:2])
+    short = Short()
+    process_memory.add_limit(short)
+    with learning(tmp_path, reference_model) as (suite, llama):
+        ask(llama)
+        wait_until(lambda: report(suite)["learning_error"])
+        before = report(suite)
+        assert (before["learned"], before["waiting"]) == (2, 0)
+        assert "selecting what was learned takes up to" in before["learning_error"]
+        assert not (tmp_path / SELECTED).exists()
+        short.left = 1 << 30
+        wait_until((tmp_path / SELECTED).exists)
+        wait_until(lambda: report(suite)["learning_error"] is None)
 
 
 @pytest.mark.slow

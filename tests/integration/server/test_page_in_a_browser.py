@@ -66,7 +66,9 @@ def test_it_loads_and_updates(plain, browser):
     browser.wait_for(says("tokens/s"))
     browser.wait_for("document.querySelector('#memory polygon').points.numberOfItems >= 6")
     owners = browser.evaluate("document.querySelector('#memory tbody').innerText")
-    assert "Model and the rest of the process" in owners
+    assert "The rest" in owners
+    assert "Contexts in RAM" in owners
+    assert "neither read nor computed" in owners
     assert "MB" in owners
 
 

@@ -204,7 +204,7 @@ def test_an_allowance_limits_the_tier_and_takes_back_what_is_more(limit, monkeyp
     put(store, GEOM, B)
     assert len(keys(store)) == 6
     assert 4 * PAGE < share.releasable_bytes <= 8 * PAGE
-    assert store.claim().held == 8 * PAGE
+    assert store.claims()[0].held == 8 * PAGE
 
 
 def test_an_allowance_leaves_what_runs_and_room_for_more(limit):
@@ -214,7 +214,7 @@ def test_an_allowance_leaves_what_runs_and_room_for_more(limit):
     store.lock_working_set("engine", [store.tree.get(one.key) for one in A])
     store.space.process.allow(0)
     assert store.space.process.held_bytes == 3 * PAGE + (8 << 20)
-    assert store.claim().least == RAM  # all that it has
+    assert store.claims()[0].least == RAM  # all that it has
     assert len(keys(store)) == 3
 
 

@@ -123,6 +123,27 @@ def test_small_gains_and_a_second_move_at_once_are_not_worth_it(process, memory)
     assert memory.llmaas_status()["moves"] == 2
 
 
+@pytest.mark.parametrize(
+    ("failing", "left"),
+    [("weights", {"weights": 150, "contexts": 50}), ("contexts", {"weights": 80, "contexts": 50})],
+)
+def test_a_claim_that_cannot_be_resized(process, memory, caplog, failing, left):
+    """The others release memory, but none takes memory that was not released."""
+    process.held = {"weights": 150 * MIB, "contexts": 50 * MIB}
+    process.saved = {"weights": ((400 * MIB, 0.1),), "contexts": ((120 * MIB, 0.6),)}
+    resize = process.resize
+
+    def fail(name, n_bytes):
+        if name == failing:
+            raise OSError("the disk is full")
+        resize(name, n_bytes)
+
+    process.resize = fail
+    memory.look()
+    assert held(process) == left
+    assert f"{failing} cannot be resized: the disk is full" in caplog.text
+
+
 def test_without_knowledge_nothing_moves(process, memory):
     process.held = {"weights": 100 * MIB, "contexts": 100 * MIB}
     memory.look()
@@ -278,3 +299,28 @@ def test_a_child_does_not_start_what_ended(process):
     memory.after_fork(in_child=True)
     memory.look()
     assert held(process)["contexts"] == 250
+
+
+def test_a_budget_is_judged_by_what_is_held_now(process, memory):
+    """A keeper of weights looks at them from time to time, and they may have grown since."""
+
+    class Weights:
+        def __init__(self):
+            self.seen = 0
+
+        def room(self):
+            return (
+                memory.in_force - process_memory.SPARE_BYTES - process.fixed - 90 * MIB + self.seen
+            )
+
+        def refresh(self):
+            self.seen = 90 * MIB
+
+        def enforce(self, *, waits):
+            process.held["weights"] = 0
+
+    weights = Weights()
+    process.held = {"weights": 90 * MIB, "contexts": 0}
+    process_memory.add_limit(weights)
+    memory.set_budget("110 MiB")
+    assert process_memory.budget() == 110 * MIB

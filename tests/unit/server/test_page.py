@@ -16,6 +16,8 @@ pytest.importorskip("httpx")
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from llmaas_hooks import MemoryClaim
+from llmaas_plugins.memory.owners import owners
 from llmaas_plugins.server import page
 from llmaas_plugins.server.application import explain_refusals
 from llmaas_plugins.server.middleware import route_of
@@ -36,9 +38,6 @@ llmaas_decode_seconds_total 4.0
 llmaas_prompt_tokens_total 1000.0
 llmaas_reused_tokens_total 250.0
 process_resident_memory_bytes 1e+08
-llmaas_kv_chunks_ram_bytes 2e+07
-llmaas_kv_chunks_buffer_bytes 1e+06
-llmaas_kv_chunks_lent_bytes 4e+06
 llmaas_kv_chunks_restored_tokens 1234.0
 llmaas_elastic_tokens{key="0.5"} 100.0
 llmaas_elastic_tokens{key="1.0"} 300.0
@@ -169,13 +168,13 @@ def _samples():
 
 
 @needs_node
-def test_owners_add_up_to_the_process():
-    owners = run("figures.memoryByOwner(metrics)")
-    assert {owner["name"]: owner["bytes"] for owner in owners} == {
-        "Model and the rest of the process": 75e6,
-        "Contexts in RAM": 21e6,
-        "Parked contexts' cells": 4e6,
-    }
+def test_owners_in_an_order_that_does_not_change():
+    claims = [MemoryClaim.reserved("weights", 20, "needed"), MemoryClaim.reserved("drafts", 30, "")]
+    found = run(f"figures.memoryByOwner({json.dumps(owners(claims))})")
+    names = [one["name"] for one in found]
+    assert names == ["Mapped files", "The rest", "Drafts", "Weights"]
+    assert [(one["bytes"], one["why"]) for one in found[2:]] == [(30, "needed"), (20, "needed")]
+    assert {one["color"] for one in found[:2]} == {"c0"}
 
 
 @needs_node
