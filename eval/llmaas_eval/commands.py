@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmaas_eval.tables import Maker, NoRowsError, Output, Table, bold, only
+from llmaas_plugins.cli.day.figures import read_figures
+from llmaas_plugins.cli.day.systems import TOGETHER
+from llmaas_plugins.cli.day.table import HEADS, cells
 from llmaas_plugins.demo.report import COLUMNS, three_digits
 from llmaas_plugins.demo.run import OURS
 
@@ -49,6 +52,16 @@ def _ratio(found: Mapping[str, float]) -> str:
     return f"{found['median']:.1f}× ({found['low']:.1f}–{found['high']:.1f})"
 
 
+def _day(outputs: Sequence[Output]) -> Table:
+    rows = [cells(name, read_figures(found)) for name, found in only(outputs)["systems"].items()]
+    heads = [" ".join(filter(None, head)) for head in HEADS]
+    return Table(heads, [[_bold_name(row), *row[1:]] for row in rows], "l".ljust(len(heads), "r"))
+
+
+def _bold_name(row: Sequence[str]) -> str:
+    return bold(row[0]) if row[0] == TOGETHER else row[0]
+
+
 def _disk(outputs: Sequence[Output]) -> Table:
     """Show GB/s by the size of reads and by how many are in flight."""
     rates: list[Any] = only(outputs)["machine"]["disk"]["rates"]
@@ -67,6 +80,7 @@ def _disk(outputs: Sequence[Output]) -> Table:
 
 TABLES: Mapping[str, Maker] = {
     "demo": _demo,
+    "demo-day": _day,
     "demo-epyc": _demo,
     "demo-ratios": _ratios,
     "disk": _disk,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llmaas_hooks import Tokens
 
-__all__ = ["packaged_conversations", "packaged_tokens", "tokens_of"]
+__all__ = ["conversation_files", "packaged_conversations", "packaged_tokens", "tokens_of"]
 
 
 def tokens_of(content: bytes, model: Any) -> Tokens:
@@ -29,13 +29,18 @@ def packaged_tokens(model: Any, n_tokens: int) -> dict[str, Tokens]:
 
 def packaged_conversations() -> list[str]:
     """Return the packaged conversations, which no calibration reads."""
-    from importlib.resources import files
-
     from llmaas_plugins.chats.exports import load_conversations
 
-    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
-    talks = [talk for path in sorted(folder.glob("*.jsonl")) for talk in load_conversations(path)]
+    talks = [talk for path in conversation_files() for talk in load_conversations(path)]
     return [
         "\n".join(f"{message.role.capitalize()}: {message.content}" for message in talk.messages)
         for talk in talks
     ]
+
+
+def conversation_files() -> list[Path]:
+    """Return the paths of the packaged conversations, one file for each app."""
+    from importlib.resources import files
+
+    folder = Path(str(files("llmaas_plugins.demo"))) / "conversations"
+    return sorted(folder.glob("*.jsonl"))

@@ -18,7 +18,16 @@ from llmaas_plugins.demo.worker import CallResult, Usage, WorkerSpec, serve_work
 from llmaas_plugins.model.loading import vocabulary
 from llmaas_plugins.worker_process import WorkerProcess, worker_process
 
-__all__ = ["OURS", "DemoOptions", "DemoRun", "ram_budget", "run_demo", "worker_spec"]
+__all__ = [
+    "OURS",
+    "DemoOptions",
+    "DemoRun",
+    "kv_bytes_per_token",
+    "own_folder",
+    "ram_budget",
+    "run_demo",
+    "worker_spec",
+]
 
 OURS = "llmaas"
 _SYSTEMS = ("recompute", "state files", "LlamaDiskCache", OURS)
@@ -89,7 +98,7 @@ def run_demo(options: DemoOptions) -> DemoRun:
     made: list[ScriptedCall] = []
     full: set[int] = set()
     with ExitStack() as stack:
-        folder = stack.enter_context(_folder())
+        folder = stack.enter_context(own_folder())
         specs = [worker_spec(name, options, scripts, folder, budget) for name in _SYSTEMS]
         workers = {
             spec.system: stack.enter_context(
@@ -119,7 +128,7 @@ def run_demo(options: DemoOptions) -> DemoRun:
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def own_folder() -> Iterator[Path]:
     """Make a folder for the systems' files in ``/var/tmp``, as ``/tmp`` is often in RAM."""
     parent = "/var/tmp" if os.access("/var/tmp", os.W_OK) else None  # noqa: S108
     with tempfile.TemporaryDirectory(prefix=f"llmaas-demo-{os.getpid()}-", dir=parent) as name:
@@ -151,10 +160,10 @@ def ram_budget(options: DemoOptions, scripts: Sequence[Script]) -> int:
     n_ctx = options.n_ctx or int(metadata.get(f"{arch}.context_length", 1024))
     n_tokens = sum(min(length, n_ctx) for length in lengths)
     least = 1 << 20
-    return max(least, int(n_tokens * _kv_bytes_per_token(metadata) * options.budget_share))
+    return max(least, int(n_tokens * kv_bytes_per_token(metadata) * options.budget_share))
 
 
-def _kv_bytes_per_token(metadata: dict[str, str]) -> int:
+def kv_bytes_per_token(metadata: dict[str, str]) -> int:
     """Return the f16 bytes of K and V per token over all layers, from the GGUF metadata."""
     arch = metadata["general.architecture"]
 

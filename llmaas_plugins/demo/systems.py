@@ -18,7 +18,7 @@ from llama_cpp import Llama, llama_cpp
 from llmaas_hooks import RequestStats, Tokens, common_prefix, hookimpl
 from llmaas_plugins.demo.page_cache import drop_pages
 
-__all__ = ["SYSTEMS", "Ours", "Recompute"]
+__all__ = ["SYSTEMS", "Ours", "Recompute", "StateFiles", "Unchanged"]
 
 
 class Recompute:
@@ -58,6 +58,13 @@ class Recompute:
             room -= path.stat().st_size
             if room < 0:
                 drop_pages(path)
+
+
+class Unchanged(Recompute):
+    """App that only calls ``Llama.generate``, which evaluates what the engine does not hold."""
+
+    def enter(self, context: int, tokens: Tokens, prompt: Sequence[int]) -> None:
+        pass
 
 
 class StateFiles(Recompute):

@@ -16,7 +16,7 @@ import numpy as np
 from llmaas_hooks import Tokens
 from llmaas_plugins.demo.scenario import Script
 
-__all__ = ["CallResult", "Usage", "WorkerSpec", "serve_worker"]
+__all__ = ["PLAIN_TEMPLATE", "CallResult", "Usage", "WorkerSpec", "serve_worker"]
 
 _FULL = "full"
 
@@ -117,7 +117,7 @@ class _Worker:
         self._spec = spec
         self._llama = Llama(str(spec.model), verbose=False, **spec.llama)
         self._render = Jinja2ChatFormatter(
-            self._llama.metadata.get("tokenizer.chat_template", _PLAIN_TEMPLATE),
+            self._llama.metadata.get("tokenizer.chat_template", PLAIN_TEMPLATE),
             eos_token="",
             bos_token="",
         )
@@ -208,7 +208,7 @@ class _Worker:
         return measured
 
 
-_PLAIN_TEMPLATE = (
+PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'].capitalize() + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )

@@ -2,126 +2,167 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import fork_server
 import pytest
 from outputs import made
 
 from llmaas_plugins.cli.main import main
+from llmaas_plugins.reference_model import reference_model_path
 
-SYSTEMS = ["recompute", "state files", "LlamaDiskCache", "llmaas"]
+COMMAND = [sys.executable, "-m", "llmaas_plugins.cli.main", "demo"]
+SYSTEMS = [
+    "vanilla",
+    "vanilla + state files",
+    "kv_chunks alone",
+    "flash_weights alone",
+    "elastic + deadlines",
+    "knn_lm alone",
+    "all together",
+]
 
 
 @pytest.fixture
-def demo(tmp_path):
-    environ = dict(os.environ)
-
-    def demo(*args):
-        return fork_server.run(
-            [sys.executable, "-m", "llmaas_plugins.cli.main", "demo", "--tokens", "4", *args],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    return demo
+def environ(tmp_path):
+    """Return an environment with an empty home, in a folder of its own."""
+    home = tmp_path / "home"
+    home.mkdir()
+    return os.environ | {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
 
 
-def numbers(value):
-    """Yield every number inside a value, and None where a number is missing."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        return [number for item in value for number in numbers(item)]
-    return [] if isinstance(value, str) else [value]
+@pytest.fixture
+def work(tmp_path):
+    """Return a folder to work in."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
+def run(work, environ, *options):
+    return fork_server.run(
+        [*COMMAND, *options],
+        cwd=work,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.mark.slow
-def test_the_packaged_conversations(demo, tmp_path):
-    plot = importlib.util.find_spec("matplotlib") is not None
-    options = ["--calls", "10", "--contexts", "3", "--json", "all.json"]
-    done = demo(*options, *(["--plot", "all.png"] if plot else []))
+def test_the_packaged_day(work, environ):
+    options = ["--calls", "8", "--tokens", "6", "--json", "day.json", "--plot", "day.svg"]
+    done = run(work, environ, *options)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "all.json").read_text())
-    assert (found["n_calls"], found["n_contexts"]) == (10, 3)
-    assert list(found["systems"]) == list(found["calls"]) == SYSTEMS
-    assert {len(calls) for calls in found["calls"].values()} == {10}
-    for kind in ("systems", "speedup"):
-        assert all(math.isfinite(number) for number in numbers(found[kind]))
-    assert len({summary["n_switches"] for summary in found["systems"].values()}) == 1
-    assert " demo --tokens 4 --calls 10 --contexts 3 --json all.json" in found["run"]["command"]
-    assert [row[0].strip("*") for row in made("demo", found)] == SYSTEMS
-    assert [row[0] for row in made("demo-ratios", found)] == list(found["speedup"])
-    for name, calls in found["calls"].items():
-        assert found["systems"][name]["n_switches"] == sum(c["enter_s"] is not None for c in calls)
-        assert all(c["first_token_s"] > 0 and c["leave_s"] >= 0 for c in calls)
-    assert found["systems"]["llmaas"]["n_switches"] > 3
-    assert set(found["speedup"]) == set(SYSTEMS) - {"llmaas"}
+    assert sorted(path.name for path in work.iterdir()) == ["day.json", "day.svg"]
+    assert list(Path(environ["HOME"]).iterdir()) == []
+    found = json.loads((work / "day.json").read_text())
+    assert (found["n_calls"], len(found["calls"]), found["left_out"]) == (8, 8, {})
+    systems = found["systems"]
+    assert list(systems) == SYSTEMS
+    assert [row[0].strip("*") for row in made("demo-day", found)] == SYSTEMS
+    memory = found["memory"]
+    whole = memory["model_bytes"] + memory["contexts_bytes"]
+    assert memory["shared_bytes"] == int(0.6 * whole)
+    assert memory["is_vanilla_limited"]
+    for name, budget in memory["process_budget_bytes"].items():
+        assert budget is None or systems[name]["peak_bytes"] <= budget
+    assert memory["process_budget_bytes"]["all together"] > memory["shared_bytes"]
+    assert systems["vanilla"]["agreement"]["value"] == systems["vanilla"]["speed"]["value"] == 1
+    assert systems["vanilla + state files"]["agreement"]["value"] > 0.95
+    n_made = {one["further_kept"]["n_made"] for one in systems.values()}
+    assert len(n_made) == 1
+    svg = ET.fromstring((work / "day.svg").read_text())
+    said = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert set(SYSTEMS) < set(said)
     rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
-    assert [row for row in rows if row in SYSTEMS] == SYSTEMS
-    assert all(f"as fast as {name} " in done.stdout for name in SYSTEMS[:-1])
-    if plot:
-        assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert [row for row in rows if row in SYSTEMS] == 2 * SYSTEMS  # the table and the bars
+    assert "All plugins together do the same work" in done.stdout
 
 
 @pytest.mark.slow
-def test_chats_of_the_users_own(demo, tmp_path):
-    chats = [
-        {"messages": [{"role": "system", "content": "You sell shoes."}, *turns("red", "blue")]},
-        {"messages": turns("dogs", "cats", "mice")},
-        {"messages": [{"role": "system", "content": "Nobody asked me."}]},
-    ]
-    lines = "".join(json.dumps(chat) + "\n" for chat in chats)
-    (tmp_path / "chats.jsonl").write_text(lines)
-    done = demo("--data", "chats.jsonl", "--codec", "lossless", "--threads", "1", "--json", "-")
+def test_a_model_that_nothing_was_made_for(work, environ):
+    shutil.copyfile(reference_model_path(), work / "your.gguf")
+    done = run(
+        work, environ, "--model", "your.gguf", "--calls", "4", "--tokens", "3", "--json", "-"
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # the table goes to stderr
-    assert (found["n_calls"], found["n_contexts"]) == (5, 2)
-    said = {name: [call["text"] for call in calls] for name, calls in found["calls"].items()}
-    assert said["llmaas"] == said["state files"]  # both restore every cell to the last bit
-    assert len(set(said["llmaas"])) > 1
-    assert "Do you like mice?" in done.stderr
-    assert "You sell shoes." not in done.stderr
-
-
-def turns(*subjects):
-    questions = [{"role": "user", "content": f"Do you like {subject}?"} for subject in subjects]
-    answer = {"role": "assistant", "content": "This is not used."}
-    return [message for question in questions for message in (question, answer)]
+    assert list(found["systems"]) == [*SYSTEMS[:3], SYSTEMS[-1]]
+    assert list(found["left_out"]) == ["elastic", "flash_weights", "knn_lm"]
+    assert all("; `llmaas setup your.gguf" in reason for reason in found["left_out"].values())
+    assert {len(one["systems"]) for one in found["calls"]} == {4}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("options", "moment", "number"),
+    [
+        ((), b"step 1 of 7", signal.SIGINT),
+        ((), b"step 1 of 7", signal.SIGTERM),
+        (("--model", "your.gguf"), b"step 2 of 3", signal.SIGTERM),
+        (("--model", "your.gguf"), b"step 3 of 3", signal.SIGINT),
+    ],
+)
+def test_stopping_it_is_one_line_and_leaves_nothing(work, environ, options, moment, number):
+    shutil.copyfile(reference_model_path(), work / "your.gguf")
+    with fork_server.Process(
+        [*COMMAND, *options],
+        cwd=work,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        watch = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
+        watch.start()
+        while moment not in (line := process.stderr.readline()):
+            assert line
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+        watch.cancel()
+    assert (process.returncode, stdout) == (128 + number, b"")
+    assert stderr.splitlines()[-1] == b"llmaas: stopped"
+    assert b"Traceback" not in stderr
+    assert not list(Path("/var/tmp").glob(f"llmaas-demo-{process.pid}-*"))
+    assert [path.name for path in work.iterdir()] == ["your.gguf"]
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--calls", "1"], "no context was switched"),
-        (["--data", "one.jsonl"], "found 1 conversations with user turns, need 2"),
+        (
+            ["--data", "one.jsonl"],
+            "found 1 conversations in which the user got a reply, expected 2",
+        ),
         (["--data", "none.jsonl"], "none.jsonl"),
-        (["--model", "none.gguf"], "none.gguf"),
-        (["--contexts", "x"], "argument --contexts: expected an integer from 2 on, found 'x'"),
-        (["--tokens", "-1"], "argument --tokens: expected an integer from 1 on, found '-1'"),
-        (["--budget-share", "nan"], "expected a number above 0, up to 1e+09, found 'nan'"),
+        (["--model", "none.gguf"], "no such model: none.gguf"),
+        (["--model", "one.jsonl"], "one.jsonl"),
+        (["--calls", "0"], "argument --calls: expected an integer from 1 on, found '0'"),
+        (["--memory", "nan"], "expected a number above 0, up to 1e+09, found 'nan'"),
         (["--json", "none/x"], "found no folder none to write x to"),
         (["--plot", "."], ". is a folder or a device, expected a file's name"),
-        (["--n-ctx", "8"], "--n-ctx"),
+        (["swiching"], "switching"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(tmp_path, monkeypatch, capsys, options, message):
-    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": turns("dogs")}))
+    talk = [{"role": role, "content": "Hello."} for role in ("user", "assistant")]
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": talk}))
     monkeypatch.chdir(tmp_path)
     try:
-        code = main(["demo", "--tokens", "4", *options])
+        code = main(["demo", *options])
     except SystemExit as end:
         code = end.code
     said = capsys.readouterr()
@@ -129,30 +170,3 @@ def test_mistakes_are_one_line_and_code_2(tmp_path, monkeypatch, capsys, options
     assert message in said.err.splitlines()[-1]
     assert said.err.count("error: ") == 1
     assert "Traceback" not in said.err
-
-
-# multiprocessing's own children, and those of systems
-@pytest.mark.parametrize("n_children", [1, 2, 5])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopping_it_is_one_line_and_leaves_nothing(tmp_path, n_children, number, status):
-    with fork_server.Process(
-        [sys.executable, "-m", "llmaas_plugins.cli.main", "demo"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        deadline = time.monotonic() + 60
-        while len(found := children.read_text().split()) < n_children:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as a terminal does
-        else:
-            process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout, stderr) == (status, b"", b"llmaas: stopped\n")
-    assert not list(Path("/var/tmp").glob(f"llmaas-demo-{process.pid}-*"))
-    systems = [Path(f"/proc/{pid}/cmdline") for pid in found]
-    assert not [path for path in systems if path.exists() and b"spawn_main" in path.read_bytes()]
