@@ -52,6 +52,12 @@ class ServiceConfig(BaseModel):
         default=True,
         description="Whether a call may be interrupted for one that would be late otherwise.",
     )
+    most_together: Count = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Most calls whose answers are decoded together, a token of each in one batch.",
+    )
     longest_overtaken_s: Seconds = Field(
         default=10,
         ge=0,

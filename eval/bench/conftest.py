@@ -22,6 +22,7 @@ from llmaas_eval.benchmarks import (
     flash_weights,
     knn_lm,
     kv_chunks,
+    service,
 )
 from llmaas_eval.models import (
     SHAPE_1B,
@@ -143,7 +144,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.line(f"{bench.name}: {figures}")
     document = record() | {"benchmarks": [bench.as_dict() for bench in session.benchmarks]}
     terminalreporter.section("tables")
-    for module in (deadlines, elastic, engine, flash_weights, knn_lm, kv_chunks):
+    for module in (deadlines, elastic, engine, flash_weights, knn_lm, kv_chunks, service):
         if tables := as_markdown(module.TABLES, [document]):
             terminalreporter.write(f"{tables}\n\n")
 

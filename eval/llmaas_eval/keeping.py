@@ -35,6 +35,7 @@ REPORTS = (
     "llmaas_eval.benchmarks.flash_weights",
     "llmaas_eval.benchmarks.knn_lm",
     "llmaas_eval.benchmarks.deadlines",
+    "llmaas_eval.benchmarks.service",
 )
 """Modules with ``TABLES``."""
 

@@ -53,6 +53,7 @@ from llmaas_hooks.native import (
 from llmaas_hooks.promises import NO_PROMISE, LevelTimes, Limit, Promise, RequestCost
 from llmaas_hooks.request_scope import RequestScope, serving_context
 from llmaas_hooks.request_stats import RequestStats
+from llmaas_hooks.seats import Seat
 from llmaas_hooks.tokens import common_prefix
 from llmaas_hooks.types import (
     ContextCreate,
@@ -108,6 +109,7 @@ __all__ = [
     "RequestCost",
     "RequestScope",
     "RequestStats",
+    "Seat",
     "StoreError",
     "Subscription",
     "TensorInfo",

@@ -24,6 +24,7 @@ from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
 from llmaas_hooks.promises import RequestCost
 from llmaas_hooks.request_scope import RequestScope
 from llmaas_hooks.request_stats import RequestStats
+from llmaas_hooks.seats import Seat
 from llmaas_hooks.tokens import common_prefix
 from llmaas_hooks.types import (
     ContextCreate,
@@ -207,10 +208,14 @@ class HookManager:
         """Fire ``llmaas_request_begin``."""
         self._call("llmaas_request_begin", request=request, levels=levels)
 
-    def turn(self, request: Request, n_left: int) -> int | None:
+    def turn(self, request: Request, n_left: int, seat: Seat | None = None) -> int | None:
         """Fire ``llmaas_turn``; return the least answer, or None if there is none."""
-        answers = self._call("llmaas_turn", request=request, n_left=n_left).values()
+        answers = self._call("llmaas_turn", request=request, n_left=n_left, seat=seat).values()
         return min((answer for answer in answers if answer is not None), default=None)
+
+    def together(self, request: Request, n_tokens: int, begins: bool) -> None:
+        """Fire ``llmaas_together``."""
+        self._call("llmaas_together", request=request, n_tokens=n_tokens, begins=begins)
 
     def request_resume(self, request: Request, levels: Levels | None, n_generated: int) -> None:
         """Fire ``llmaas_request_resume``."""

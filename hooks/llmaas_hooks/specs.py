@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llmaas_hooks.promises import RequestCost
     from llmaas_hooks.request_scope import RequestScope
     from llmaas_hooks.request_stats import RequestStats
+    from llmaas_hooks.seats import Seat
     from llmaas_hooks.types import (
         ContextCreate,
         DecodeStep,
@@ -56,6 +57,7 @@ __all__ = [
     "llmaas_request_resume",
     "llmaas_shutdown",
     "llmaas_status",
+    "llmaas_together",
     "llmaas_turn",
     "llmaas_weights",
 ]
@@ -216,7 +218,7 @@ def llmaas_request_begin(request: Request, levels: Levels | None) -> None:
 
 
 @hookspec
-def llmaas_turn(request: Request, n_left: int) -> int | None:
+def llmaas_turn(request: Request, n_left: int, seat: Seat | None) -> int | None:
     """Let other requests use the engine before a request goes on.
 
     When: before each part of a prompt is evaluated, and before each token after the first. The
@@ -224,11 +226,28 @@ def llmaas_turn(request: Request, n_left: int) -> int | None:
         is this request's turn again. The host then saves the request's cells and restores them. The
         hook is called only if a plugin keeps these cells (``Engine.keeps_cells``), ``Llama`` itself
         records what they hold, and no logits are kept that another request would replace.
+        With a ``seat``, the implementation may put the request aside before others use the engine,
+        evaluate its next token together with theirs, and must bring it back before it returns.
+        ``seat`` is None if the request cannot be put aside, such as for plugins that set an engine
+        up for a request.
     Thread: the app's. Cost: once a token; microseconds, unless others use the engine.
     Returns: the most prompt tokens to evaluate before the next turn, or None for all. ``n_left`` is
         the number of prompt tokens that remain to be evaluated, 0 in an answer. The least of all
         answers counts.
     Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
+    """
+
+
+@hookspec
+def llmaas_together(request: Request, n_tokens: int, begins: bool) -> None:
+    """Observe that a request lies aside for others, or has sequence 0 to itself again.
+
+    When: in ``llmaas_turn``, first with ``begins``, while sequence 0 holds the request's
+        ``n_tokens`` tokens and no other request was there; then without, when it holds them again,
+        or more. In between, the engine evaluates tokens of several requests, of which
+        ``llmaas_prefill`` is not told. The cells keep their places meanwhile.
+    Thread: the app's. Cost: twice each time that a request lies aside; at most microseconds.
+    Errors: with ``on_error = "log"`` the request continues.
     """
 
 

@@ -238,7 +238,7 @@ class ModelLoad:
     in_place_of: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ContextCreate:
     """A context about to be created.
 
@@ -250,12 +250,19 @@ class ContextCreate:
         checks: Functions of the new context's address; a plugin may append one. If one returns
             False, or the context cannot be created as edited, the app gets a context with its own
             values.
+        wants_seats: Requests that are to lie aside (``llmaas_turn``); a plugin may set it.
+        n_seats: As many as the plugin that keeps the cells has added the last cells and sequences
+            for: all of them, or none.
+        why_no_seats: Why none can lie aside; None if nothing is known against it.
     """
 
     model: int
     params: Any
     load: ModelLoad | None = None
     checks: list[Callable[[int], bool]] = field(default_factory=list)
+    wants_seats: int = 0
+    n_seats: int = 0
+    why_no_seats: str | None = None
 
 
 class DecodeStep(NamedTuple):
@@ -346,7 +353,7 @@ def _is_level(value: Any) -> bool:
     return is_number and LEAST_LEVEL - _ROUNDING <= float(value) <= 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Request:
     """One ``Llama.generate`` call.
 

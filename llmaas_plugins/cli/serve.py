@@ -84,6 +84,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     from llmaas_plugins.server.metrics import Metrics
     from llmaas_plugins.server.origins import OriginCheck
     from llmaas_plugins.server.shutdown import Shutdown
+    from llmaas_plugins.server.together import Together
     from llmaas_plugins.service.service import LLMService
 
     server_settings, model_settings = _settings(args, rest)
@@ -94,7 +95,8 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     host = server_settings.host if args.uds is None else None
     tls = tls_context(server_settings.ssl_keyfile, server_settings.ssl_certfile)
     origins = OriginCheck(host, limits.allowed_hosts, limits.allowed_origins)
-    admission = Admission(limits)
+    reason = _why_alone(model_settings)
+    admission = Together(limits, reason) if limits.most_together > 1 else Admission(limits)
     metrics = Metrics(admission)
     gateway = _gateway(config, app_keys, metrics)
     with (
@@ -115,6 +117,14 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
             shutdown.ask(server.handle_exit)
             server.run(sockets)
     return 0
+
+
+def _why_alone(model_settings: Any) -> str | None:
+    """Return which option keeps calls from being decoded together, or None."""
+    for name in ("logits_all", "draft_model"):
+        if getattr(model_settings, name):
+            return f"--{name} needs the outputs of whole batches"
+    return None
 
 
 def _gateway(config: Config, app_keys: Mapping[str, str], metrics: Metrics) -> Gateway | None:

@@ -106,6 +106,7 @@ class FlashWeights:
         self._answers = Answers()
         if config.mode != "sparse":  # the hook costs time per token
             self.llmaas_logits = None  # type: ignore[method-assign,assignment]
+            self.llmaas_request_resume = None  # type: ignore[method-assign,assignment]
 
     @contextmanager
     def answer(self, llama: Any) -> Iterator[None]:

@@ -9,7 +9,7 @@ from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SCRATCH
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.model.identity import may_have_long_factors, metadata, rope_switch
 
-__all__ = ["spare_cells", "why_unserved", "why_unserved_cells"]
+__all__ = ["request_cells", "spare_cells", "why_unserved", "why_unserved_cells"]
 
 _EMPTY_BLOB_BYTES = (16, 24)
 _NOT_CAUSAL = "attention is not causal: cells depend on what follows"
@@ -82,6 +82,44 @@ def spare_cells(create: ContextCreate, wanted: int) -> int:
     if _batch_tokens(create) < PARKED_SEQUENCES.stop:
         return 0
     return wanted // _STEP * _STEP
+
+
+def request_cells(create: ContextCreate, n_parked: int, codec: str) -> None:
+    """Ask for the scratch sequence, and for cells of parked contexts and of requests aside."""
+    if create.why_no_seats is None and create.wants_seats:
+        create.why_no_seats = _why_no_seats(create, n_parked, codec)
+    create.n_seats = 0 if create.why_no_seats else create.wants_seats
+    n_aside = create.n_seats * _own_cells(create)
+    n_spare = spare_cells(create, n_parked)
+    if n_spare or n_aside:
+        n_ctx = create.params.n_ctx or llama_cpp.llama_model_n_ctx_train(create.model)
+        create.params.n_ctx = n_ctx + n_spare + n_aside
+    n_sequences = PARKED_SEQUENCES.stop if n_spare else SEQUENCES
+    create.params.n_seq_max = n_sequences + create.n_seats
+    create.params.kv_unified = True
+
+
+def _why_no_seats(create: ContextCreate, n_parked: int, codec: str) -> str | None:
+    """Return why no requests may lie aside in a served context with parked cells, or None."""
+    n_sequences = PARKED_SEQUENCES.stop + create.wants_seats
+    reasons = {
+        'codec = "lossless" of kv_chunks promises the logits of a call alone, and those of batches '
+        "differ in the last bits": codec == "lossless",
+        "llama.cpp reuses cells of models with a sliding window": _window(create.model) > 0,
+        f"batches of {_batch_tokens(create)} tokens are too small, {n_sequences} are needed": (
+            _batch_tokens(create) < n_sequences
+        ),
+        "with as many cells, the model would use its RoPE factors for long contexts": _changes_rope(
+            create, n_parked + create.wants_seats * _own_cells(create)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _own_cells(create: ContextCreate) -> int:
+    """Return the number of cells that the app asked for, which llama.cpp rounds up."""
+    n_ctx = int(create.params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
+    return -(-n_ctx // _STEP) * _STEP
 
 
 def _batch_tokens(create: ContextCreate) -> int:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from llama_cpp import llama_cpp
-
 from llmaas_hooks import (
     BudgetError,
     CellMemory,
@@ -39,10 +37,9 @@ from llmaas_plugins.kv_chunks.compression.bit_allocator import BitAllocator
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
 from llmaas_plugins.kv_chunks.context_places import context_places
 from llmaas_plugins.kv_chunks.context_records import ContextRecords, alteration
-from llmaas_plugins.kv_chunks.eligibility import spare_cells, why_unserved
+from llmaas_plugins.kv_chunks.eligibility import request_cells, why_unserved
 from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget, token_bytes
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SEQUENCES
 from llmaas_plugins.kv_chunks.parking.wanted_cells import may_park, wanted_tokens
 from llmaas_plugins.kv_chunks.plugin_counters import PluginCounters
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
@@ -105,19 +102,10 @@ class KVChunks:
             except Exception:
                 create.checks.append(self._context_check(create.load, "its store is not open"))
                 raise
-            self._request_spare_cells(create)
+            request_cells(create, wanted_tokens(create, self._config), self._config.codec)
             if create.load is not None:
                 self._records.digests[create.load] = begin_digest(create.load.files)  # needed soon
         create.checks.append(self._context_check(create.load, reason))
-
-    def _request_spare_cells(self, create: ContextCreate) -> None:
-        """Ask for the scratch sequence, and for spare cells for parked contexts."""
-        n_spare = spare_cells(create, wanted_tokens(create, self._config))
-        if n_spare:
-            n_ctx = create.params.n_ctx or llama_cpp.llama_model_n_ctx_train(create.model)
-            create.params.n_ctx = n_ctx + n_spare
-        create.params.n_seq_max = PARKED_SEQUENCES.stop if n_spare else SEQUENCES
-        create.params.kv_unified = True
 
     def _context_check(self, load: ModelLoad | None, reason: str | None) -> Callable[[int], bool]:
         """Return a check that records whether a new context is served.
@@ -176,6 +164,13 @@ class KVChunks:
         if restored is not None and restored.n_loaded + restored.n_recomputed:  # else: only dropped
             self._counters.restored(restored)
         return restored
+
+    @hookimpl
+    def llmaas_together(self, request: Request, n_tokens: int, begins: bool) -> None:
+        """Keep what the attention tap counted: soon it sees tokens of several requests."""
+        transfer = self._transfers_by_ctx.get(request.engine.ctx)
+        if transfer is not None:
+            (transfer.put_aside if begins else transfer.bring_back)(request, n_tokens)
 
     @hookimpl
     def llmaas_kv_save(self, request: Request, tokens: Tokens, is_over: bool) -> None:

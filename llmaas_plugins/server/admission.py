@@ -15,87 +15,23 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
-
-import anyio
 
 from llmaas_hooks import NO_PROMISE, DecodeStep, Promise, hookimpl
 from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.server.calls import Call, Stream
 from llmaas_plugins.server.estimates import Estimates
 from llmaas_plugins.server.refusal import Refusal
 from llmaas_plugins.server.schedule import Job, due_s, first_due, interrupting, room_s
 
-__all__ = ["Abandoned", "Admission", "Call", "stopping"]
+__all__ = ["Abandoned", "Admission", "stopping"]
 
 _MOST_INTERRUPTED = 8
 """Most calls that wait in the middle of their work; each of them occupies a thread."""
-_LEAST_OWN = 4
-"""Turns of an answer from which on its own token time counts, in place of the app's mean."""
 
 
 class Abandoned(BaseException):
     """End of the running call; not an ``Exception``, so that no code on the way out catches it."""
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """A call that runs or waits.
-
-    Attributes:
-        app: Name of the calling app; empty if the caller has no name.
-        promise: Latency that is asked for.
-        context: Name of the persistent context; empty without one. Calls in one context run one
-            after the other.
-        came_s: Time of its arrival.
-        turn: Event that is set when the call may run.
-        scope: Cancel scope around everything that the call does.
-        is_over: Whether the client left, or the call was ended; its results are then discarded.
-        refusal: Answer to the client of a call that was ended.
-        completion: Generator that serves the call, if it has begun one.
-        loop: Event loop of the call's task.
-        resumed: Event that is set when a call that was interrupted may go on.
-        n_piece: Most prompt tokens that are evaluated at once; 0 before the first turn.
-        n_generated: Number of turns in the answer, of one token each.
-        first_s: Time of the first turn in the answer, when there is a token; None before.
-        first_used_s: Seconds on the engine until then.
-        used_s: Seconds that the call has used the engine.
-        since_s: Time from which the call uses the engine.
-    """
-
-    app: str
-    promise: Promise = NO_PROMISE
-    context: str = ""
-    came_s: float = field(default_factory=time.perf_counter)
-    turn: anyio.Event = field(default_factory=anyio.Event)
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    is_over: bool = False
-    refusal: Refusal | None = None
-    completion: object = None
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    resumed: threading.Event = field(default_factory=threading.Event)
-    n_piece: int = 0
-    n_generated: int = 0
-    first_s: float | None = None
-    first_used_s: float | None = None
-    used_s: float = 0.0
-    since_s: float = 0.0
-
-    def end(self, refusal: Refusal | None = None) -> None:
-        """End the call: stop waiting, or stop running at the next token."""
-        if not self.is_over:
-            self.is_over, self.refusal = True, refusal
-            self.scope.cancel()
-
-    def used(self, now_s: float) -> float:
-        """Return the seconds for which the call has used the engine, of which it has the turn."""
-        return self.used_s + now_s - self.since_s
-
-    def token_s(self, used_s: float) -> float | None:
-        """Return the mean seconds of a token after the first; None if there were too few."""
-        if self.n_generated < _LEAST_OWN or self.first_used_s is None:
-            return None
-        return (used_s - self.first_used_s) / (self.n_generated - 1)
 
 
 class Admission:
@@ -123,7 +59,12 @@ class Admission:
     def __len__(self) -> int:
         """Return the number of calls that run or wait."""
         with self._lock:
-            return len(self.waiting) + len(self.interrupted) + (self.running is not None)
+            return len(self.waiting) + len(self.interrupted) + self.n_running
+
+    @property
+    def n_running(self) -> int:
+        """Number of calls that run."""
+        return int(self.running is not None)
 
     def enter(self, app: str, promise: Promise = NO_PROMISE, *, context: str = "") -> Call:
         """Join the queue as ``app``.
@@ -184,6 +125,23 @@ class Admission:
                     self.waiting.remove(call)
             finally:
                 self._next()
+
+    def report(self) -> dict[str, Any]:
+        """Return the counters of the status, as plain JSON types."""
+        return {"interruptions": self.n_interruptions, "pressure": self.pressure}
+
+    def has_begun(self, call: Call) -> bool:
+        """Return whether a call uses the engine."""
+        return call is self.running
+
+    def close(self, call: Call) -> None:
+        """Close the completion of a call that has begun."""
+        completion: Any = call.completion
+        completion.close()
+
+    def shared(self, _: Call | None, stream: Stream) -> Stream:
+        """Return a stream for its client, which has the engine until the stream's end."""
+        return stream
 
     def stop(self) -> None:
         """Let the calls that have begun finish, and refuse all others."""

@@ -40,9 +40,7 @@ class Metrics:
         self._switch = self._histogram("switch", "Time to bring a call's context into the engine.")
         self._first_token = self._histogram("first_token", "Time of a call to its first token.")
         self._gauge("queue_waiting_calls", "Calls that wait.", lambda: len(admission.waiting))
-        self._gauge(
-            "queue_running_calls", "Calls that run.", lambda: int(admission.running is not None)
-        )
+        self._gauge("queue_running_calls", "Calls that run.", lambda: admission.n_running)
         self._gauge(
             "interrupted_calls",
             "Calls that wait in the middle of their work.",

@@ -22,9 +22,10 @@ from starlette.requests import ClientDisconnect
 from llmaas_hooks import NO_PROMISE, ConfigError, Levels, Promise, UnknownPluginError
 from llmaas_hooks.request_scope import at_levels, noting, promising, serving_context
 from llmaas_plugins.activation import without
-from llmaas_plugins.server.admission import Admission, Call, stopping
+from llmaas_plugins.server.admission import Admission, stopping
 from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.body_checks import check_body
+from llmaas_plugins.server.calls import Call
 from llmaas_plugins.server.exchange import CALLER, Answer, Message, Question, Receive, Send, header
 from llmaas_plugins.server.gateway import Gateway
 from llmaas_plugins.server.grammars import Grammars, Wanted
@@ -288,9 +289,9 @@ class RequestMiddleware:
         finally:
             watcher.cancel()
             try:
-                if call is self._admission.running and is_open(call.completion):
+                if self._admission.has_begun(call) and is_open(call.completion):
                     with anyio.CancelScope(shield=True):
-                        await run_in_threadpool(call.completion.close)
+                        await run_in_threadpool(self._admission.close, call)
             finally:
                 self._admission.leave(call, answer.notes.get("deadlines"))
         if call.is_over:

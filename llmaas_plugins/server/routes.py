@@ -83,7 +83,9 @@ def make_router(
 ) -> APIRouter:
     """Return the routes of ``service``, whose calls ``admission`` admits."""
     router = APIRouter()
-    router.include_router(_contexts(service, metrics), prefix="/v1/llmaas/apps/{app}/contexts")
+    router.include_router(
+        _contexts(service, admission, metrics), prefix="/v1/llmaas/apps/{app}/contexts"
+    )
 
     @router.get("/v1/llmaas/contexts")
     def overview(request: Request) -> dict[str, Any]:
@@ -97,8 +99,7 @@ def make_router(
         return {
             **found,
             "queue": len(admission),
-            "interruptions": admission.n_interruptions,
-            "pressure": admission.pressure,
+            **admission.report(),
             **({} if gateway is None else {"cloud": gateway.status()}),
         }
 
@@ -108,7 +109,7 @@ def make_router(
         if not admission.is_stopping:
             return {"status": "ok"}
         response.status_code = 503
-        running = int(admission.running is not None) + len(admission.elsewhere)
+        running = admission.n_running + len(admission.elsewhere)
         return {"status": "stopping", "running": running, "waiting": len(admission.waiting)}
 
     @router.get("/metrics")
@@ -118,7 +119,7 @@ def make_router(
     return router
 
 
-def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
+def _contexts(service: LLMService, admission: Admission, metrics: Metrics) -> APIRouter:
     router = APIRouter()
 
     @router.post("", status_code=201)
@@ -152,7 +153,7 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
         with _http_errors():
             found = service.bind(app).context(context_id)
             if body.stream:
-                return EventSourceResponse(_events(found, body, metrics))
+                return EventSourceResponse(_events(found, body, admission, metrics))
             async with engine_lock():
                 reply = await run_in_threadpool(found.call, body.prompt, **body.arguments())
             metrics.replied(reply)
@@ -162,11 +163,12 @@ def _contexts(service: LLMService, metrics: Metrics) -> APIRouter:
 
 
 async def _events(
-    context: Context, body: CallBody, metrics: Metrics
+    context: Context, body: CallBody, admission: Admission, metrics: Metrics
 ) -> AsyncGenerator[dict[str, str]]:
     """Yield server-sent events: ``{"text": …}`` pieces, then a ``done`` event with the reply."""
     async with engine_lock():
         stream = context.stream(body.prompt, **body.arguments())
+        stream = admission.shared(admission.running, stream)
         reply: list[Any] = []
 
         def step() -> str | None:

@@ -60,6 +60,10 @@ def record_completions(llama: Any, admission: Admission, seed: int | None = None
             kwargs["seed"] = secrets.randbits(_SEED_BITS) if seed is None else seed
         found = create(*args, **kwargs)
         if (call := admission.running) is not None:
+            if (
+                inspect.isgenerator(found) and not call.context
+            ):  # contexts' streams are shared whole
+                found = admission.shared(call, found)
             call.completion = found
         return found
 

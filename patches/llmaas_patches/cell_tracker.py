@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from llama_cpp import llama_cpp
 
+if TYPE_CHECKING:
+    from llmaas_patches.seats import Seats
+
 __all__ = [
+    "Aside",
     "CellTracker",
     "Due",
     "Known",
@@ -54,6 +58,17 @@ class Due(Protocol):
         """Do the work."""
 
 
+class Aside(Due, Protocol):
+    """End of a request that may lie aside while others use its context."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the request's generator is gone, so that nothing goes on with it."""
+
+    def give_up(self) -> None:
+        """End the request if it lies aside."""
+
+
 class CellTracker:
     """Facts about one context.
 
@@ -62,6 +77,7 @@ class CellTracker:
         app_n_seq_max: Number of sequences that the app asked for.
         app_n_ctx: Number of cells that the app asked for.
         n_spare: Number of cells that plugins added.
+        n_seat_cells: Number of those that are for requests aside.
         hides: Whether plugins added sequences that the app must not see.
         parked: Sequences that hold a plugin's cells between calls.
         must_free_parked: Whether ``parked`` must be freed as soon as no call uses the context.
@@ -80,6 +96,8 @@ class CellTracker:
         is_evaluating: Whether ``Llama.eval`` is running.
         app: App whose tokens ``Llama`` recorded; None if it has no name.
         due: Work to do at the end of each open request.
+        aside: Ends of the requests that lie aside while others use the context.
+        seats: Places of these requests; None if the context has none.
         is_closed: Whether the context is being freed.
     """
 
@@ -88,7 +106,7 @@ class CellTracker:
         self.handles = handles
         self.app_n_seq_max = app_n_seq_max
         self.app_n_ctx = app_n_ctx
-        self.n_spare = 0
+        self.n_spare = self.n_seat_cells = 0
         self.hides = False
         self.parked: set[int] = set()
         self.must_free_parked = False
@@ -101,6 +119,8 @@ class CellTracker:
         self.is_evaluating = False
         self.app: str | None = None
         self.due: list[Due] = []
+        self.aside: list[Aside] = []
+        self.seats: Seats | None = None
         self.is_closed = False
 
     def close(self) -> None:
@@ -109,12 +129,33 @@ class CellTracker:
         A request that ended later would be taken for one of another context at the same address.
         """
         self.is_closed = True
-        while self.due:
-            try:
-                end = self.due.pop(0)
-            except IndexError:  # another thread has ended it
-                return
-            end()
+        for ends in (self.due, self.aside):
+            while ends:
+                try:
+                    end = ends.pop(0)
+                except IndexError:  # another thread has ended it
+                    return
+                end()
+
+    def of_plugins(self, n_seq_max: int) -> range:
+        """Return the sequences that plugins added, without those of requests aside."""
+        n_seats = 0 if self.seats is None else self.seats.n
+        return range(self.app_n_seq_max, n_seq_max - n_seats)
+
+    def put_aside(self, end: Aside) -> None:
+        """Keep a request's end until the request uses the context again."""
+        self.due.remove(end)
+        self.aside.append(end)
+
+    def bring_back(self, end: Aside) -> None:
+        """Register the end of a request that was aside."""
+        self.aside.remove(end)
+        self.due.append(end)
+
+    def forget_aside(self, end: Aside) -> None:
+        """Forget a request that is over, if it still lies aside."""
+        if end in self.aside:
+            self.aside.remove(end)
 
     def end_paused(self) -> None:
         """End the requests whose generators wait for the app, before the app uses the cells itself.

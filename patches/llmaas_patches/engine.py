@@ -112,8 +112,8 @@ class LlamaEngine:
 
     @property
     def n_spare(self) -> int:
-        """Number of cells that plugins added to the context."""
-        return self._tracker.n_spare
+        """Number of cells that plugins added to the context, without those of seats."""
+        return self._tracker.n_spare - self._tracker.n_seat_cells
 
     def has_room_for(self, n_tokens: int) -> bool:
         """Return whether ``Llama``'s token buffer has room for a prompt of this length.
@@ -340,7 +340,7 @@ class LlamaEngine:
             self.drop_resident()
         memory = llama_cpp.llama_get_memory(self.ctx)
         with self.lent():
-            for sequence in range(self._tracker.app_n_seq_max, self.n_seq_max):
+            for sequence in self._tracker.of_plugins(self.n_seq_max):
                 llama_cpp.llama_memory_seq_rm(memory, sequence, -1, -1)
         self._tracker.parked.clear()
         self._tracker.is_lent = False  # the restore may have been cut off before it said so

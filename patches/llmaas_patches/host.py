@@ -20,6 +20,7 @@ from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.lifetimes import Lifetimes
 from llmaas_patches.log_buffer import LogBuffer
 from llmaas_patches.native import native_host
+from llmaas_patches.seats import Seat, Seated, Seats
 
 __all__ = ["Host"]
 
@@ -41,6 +42,7 @@ class Host(forks.Forked):
         with_more_outputs: Contexts whose last batch gave logits that only plugins asked for.
         native: Native backend of this activation; None if no plugin needs it.
         real_n_ctx, real_n_seq_max: Original bindings, which return the true numbers.
+        real_decode: Original binding, for batches of several requests.
     """
 
     def __init__(self, hooks: HookManager) -> None:
@@ -61,6 +63,7 @@ class Host(forks.Forked):
         self.states: weakref.WeakKeyDictionary[LlamaState, Known] = weakref.WeakKeyDictionary()
         self.with_more_outputs: set[int] = set()
         self.real_n_ctx: Callable[[Any], int] = llama_cpp.llama_n_ctx
+        self.real_decode: Callable[[Any, Any], int] = llama_cpp.llama_decode
         self.real_n_seq_max: Callable[[Any], int] = llama_cpp.llama_n_seq_max
         self._engines: weakref.WeakKeyDictionary[Llama, LlamaEngine] = weakref.WeakKeyDictionary()
         self._lock = forks.lock()
@@ -124,13 +127,33 @@ class Host(forks.Forked):
         finally:
             self.free_at_end(tracker)
 
+    def decode_together(self, ctx: int, batch: Any) -> int:
+        """Evaluate a batch of several requests' tokens exactly; return llama.cpp's status."""
+        if self.native is None:
+            return self.real_decode(ctx, batch)
+        with self.native.batch_of(ctx, int(batch.n_tokens)):
+            status = self.real_decode(ctx, batch)
+        if status < 0:
+            self.native.failed(ctx)
+        return status
+
+    def leave_seats(self, ctx: int) -> None:
+        """Make sequence 0 free for a request that begins."""
+        tracker = self.trackers.get(ctx)
+        if tracker is None or tracker.seats is None:
+            return
+        tracker.seats.give_up()
+        for end in tuple(tracker.aside):
+            if end.is_lost:
+                end.give_up()
+
     def disown(self, context_id: str) -> None:
         """Let requests that are still open in a persistent context save nothing at their end.
 
         Take no lock, because the collector may have interrupted this thread anywhere.
         """
         for tracker in list(self.trackers.values()):
-            for end in tuple(tracker.due):
+            for end in (*tracker.due, *tracker.aside):
                 end.disown(context_id)
 
     def n_said(self, llama: Llama) -> int:
@@ -140,19 +163,43 @@ class Host(forks.Forked):
         n_tokens = int(llama.n_tokens)
         return n_tokens if engine is None else min(n_tokens, engine.n_said)
 
-    def watch(self, ctx: int, app_n_seq_max: int, n_spare: int = 0) -> CellTracker:
+    def seat(self, end: Seated) -> Seat | None:
+        """Return a seat for a request; None if its context has none."""
+        tracker = self.trackers.get(end.engine.ctx)
+        return None if tracker is None or tracker.seats is None else Seat(self, end, tracker)
+
+    def why_no_seats(self) -> str | None:
+        """Return why no request can lie aside in a new context, judging by the plugins, or None.
+
+        Plugins that set an engine up for a request, or edit its logits, know one request at a time.
+        """
+        names = [
+            name
+            for name in self.hooks.names()
+            if {"llmaas_logits", "llmaas_request_resume"}.intersection(self.hooks.implemented(name))
+        ]
+        return f"{', '.join(names)} can serve one call at a time only" if names else None
+
+    def watch(
+        self, ctx: int, app_n_seq_max: int, n_spare: int = 0, n_seats: int = 0
+    ) -> CellTracker:
         """Start a context's tracker, stored under the addresses of the context and its memory.
 
         Args:
             ctx: Address of the context.
             app_n_seq_max: Number of sequences that the app asked for.
             n_spare: Number of cells that plugins added.
+            n_seats: Number of requests that may lie aside.
         """
         memory = llama_cpp.llama_get_memory(ctx)
         handles = (ctx,) if memory is None else (ctx, int(memory))
         tracker = CellTracker(handles, max(1, app_n_seq_max), self.real_n_ctx(ctx) - n_spare)
         tracker.hides = self.real_n_seq_max(ctx) > tracker.app_n_seq_max
         tracker.n_spare = n_spare
+        if n_seats:
+            n_seq_max = self.real_n_seq_max(ctx)
+            tracker.seats = Seats(range(n_seq_max - n_seats, n_seq_max))
+            tracker.n_seat_cells = n_seats * tracker.app_n_ctx
         self.trackers.update(dict.fromkeys(tracker.handles, tracker))
         return tracker
 
@@ -165,7 +212,7 @@ class Host(forks.Forked):
     def app_batch(self, ctx: Any) -> None:
         """Announce the app's own use of a context, unless the context serves a request."""
         tracker = self.trackers.get(address(ctx))
-        if tracker is not None and not (tracker.due or tracker.is_lent):
+        if tracker is not None and not (tracker.due or tracker.aside or tracker.is_lent):
             self.hooks.app_batch(tracker.handles[0], request_scope.current())
 
     def free_context(self, ctx: int, free: Callable[[], None]) -> None:

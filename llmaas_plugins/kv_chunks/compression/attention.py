@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import NativeContext
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 
-__all__ = ["ChunkAttention"]
+__all__ = ["AsideAttention", "ChunkAttention"]
 
 ROW_STEP = 8
 """One query in this many is sampled; docs/explanation/engine.md reports the cost and the error.
@@ -24,8 +24,23 @@ ROW_STEP = 8
 Skipping layers instead would save as much, with a much larger error, because layers differ.
 """
 
+_UNKNOWN_CELL = -1
+"""Cell of a token whose place the tap does not know (native/backend/attention/density_cells.h)."""
+
 _T = TypeVar("_T")
 _log = logging.getLogger("llmaas.kv_chunks")
+
+
+class AsideAttention(NamedTuple):
+    """Attention of a request that lies aside, while the tap sees tokens of others.
+
+    Attributes:
+        taken: Result of ``ChunkAttention.take``.
+        cells: Cells of the request's tokens, shape ``(n_layers, n)``; None if they are unknown.
+    """
+
+    taken: tuple[NDArray[np.float64], NDArray[np.float64]]
+    cells: NDArray[np.int32] | None
 
 
 class ChunkAttention:
@@ -34,6 +49,7 @@ class ChunkAttention:
     def __init__(self, context: NativeContext) -> None:
         """Start counting."""
         self._density = _none_on_error(lambda: context.density(row_step=ROW_STEP))
+        self._before: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
     def cells(self, n_tokens: int) -> NDArray[np.int32] | None:
         """Return the cells of the first ``n_tokens`` tokens by layer, or None if they are unknown.
@@ -55,8 +71,26 @@ class ChunkAttention:
                 tokens are restored.
         """
         density = self._density
+        if kept == 0:
+            self._before = None
         if density is not None:
             _none_on_error(lambda: density.place(kept, n_tokens, cells))
+
+    def put_aside(self, n_tokens: int) -> AsideAttention:
+        """Return what was counted for the first ``n_tokens`` tokens, and start again."""
+        return AsideAttention(self.take(n_tokens), self.cells(n_tokens))
+
+    def bring_back(self, aside: AsideAttention, n_tokens: int) -> None:
+        """Go on where ``put_aside`` stopped, with the first ``n_tokens`` tokens.
+
+        Those that were evaluated meanwhile are not counted, and others may have been dropped.
+        """
+        cells = None if aside.cells is None else aside.cells[:, :n_tokens]
+        if cells is not None:
+            unknown = np.full((len(cells), n_tokens - cells.shape[1]), _UNKNOWN_CELL, np.int32)
+            cells = np.concatenate([cells, unknown], axis=1)
+        self.announce(0, n_tokens, cells)
+        self._before = aside.taken
 
     def take(self, n_tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return summed attention and score counts per chunk since the last call.
@@ -68,10 +102,16 @@ class ChunkAttention:
         density = self._density
         taken = None if density is None else _none_on_error(lambda: density.take(n_tokens))
         starts = np.arange(0, n_tokens, CHUNK_TOKENS)
-        if taken is None or not n_tokens:
-            return np.zeros(len(starts)), np.zeros(len(starts))
-        sums, counts = taken
-        return np.add.reduceat(sums, starts), np.add.reduceat(counts.astype(np.float64), starts)
+        found = np.zeros(len(starts)), np.zeros(len(starts))
+        if taken is not None and n_tokens:
+            sums, counts = taken
+            found = np.add.reduceat(sums, starts), np.add.reduceat(counts.astype(float), starts)
+        before, self._before = self._before, None
+        if before is not None:
+            n = min(len(starts), len(before[0]))
+            for total, part in zip(found, before, strict=True):
+                total[:n] += part[:n]
+        return found
 
     def close(self) -> None:
         """Stop counting."""

@@ -80,6 +80,7 @@ class ParkedCellBudget:
         self._parking = parking
         self._space = space
         self._n_spare = self._max_parked = engine.n_spare
+        self._n_seq_max = engine.n_seq_max
         self._has_parked = False  # since the last release; without any, a release gains nothing
         self._n_releases = 0
         self._owner = object()
@@ -109,8 +110,10 @@ class ParkedCellBudget:
         free_bytes = self._space.lendable(self._owner) - growth
         extra_bytes = max(0, self._memory.touched_bytes - self._app_cells * self._token_bytes)
         self._has_parked |= self._parking.n_cells > 0
-        if self._has_parked and extra_bytes > max(
-            free_bytes + growth // 2, _STEP * self._token_bytes
+        if (
+            self._has_parked
+            and not self._lie_aside()
+            and extra_bytes > max(free_bytes + growth // 2, _STEP * self._token_bytes)
         ):
             self._release_all_cells(free_bytes)
             return True
@@ -164,6 +167,13 @@ class ParkedCellBudget:
         """Borrow the memory of all spare cells for good, whether they are used or not."""
         lent = self._space.lend(self._owner, self._n_spare * self._token_bytes)
         self._parking.limit = self._cells_in(lent)
+
+    def _lie_aside(self) -> bool:
+        """Return whether requests lie aside, whose cells cannot be released."""
+        return any(
+            llama_cpp.llama_memory_seq_pos_max(self._engine_memory, sequence) >= 0
+            for sequence in range(PARKED_SEQUENCES.stop, self._n_seq_max)
+        )
 
     def _is_empty(self) -> bool:
         return all(

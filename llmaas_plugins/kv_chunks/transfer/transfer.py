@@ -10,8 +10,9 @@ from collections.abc import Callable
 import numpy as np
 from llama_cpp import llama_cpp
 
-from llmaas_hooks import Engine, RequestCost, Tokens, common_prefix
+from llmaas_hooks import Engine, Request, RequestCost, Tokens, common_prefix
 from llmaas_plugins import process_memory
+from llmaas_plugins.kv_chunks.compression.attention import AsideAttention
 from llmaas_plugins.kv_chunks.compression.bit_allocator import AttentionSums
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, chain, chunk_key
 from llmaas_plugins.kv_chunks.store.tree import PrefixMatch
@@ -55,6 +56,9 @@ class Transfer:
         self._profile = CostProfile(self._store.layout(self._profile_key))
         self._saver = ChunkSaver(engine, self._cells, self._layout, parts)
         self._loader = CellLoader(engine, self._cells, self._layout, self._profile, parts)
+        self._aside: weakref.WeakKeyDictionary[Request, AsideAttention] = (
+            weakref.WeakKeyDictionary()
+        )
         self._wanted = range(0)  # chunks that the last request could use again
         self._owner = object()  # identifies this engine's working set
         weakref.finalize(self, self._store.space.close_owner, self._owner)
@@ -104,6 +108,17 @@ class Transfer:
             return False
         n_saved = self._store.match(self._root(app), tokens).n_tokens
         return len(tokens) - n_saved < _MOST_UNSAVED
+
+    def put_aside(self, request: Request, n_tokens: int) -> None:
+        """Keep the attention of a request while the engine evaluates tokens of others, too."""
+        if self._attention is not None:
+            self._aside[request] = self._attention.put_aside(n_tokens)
+
+    def bring_back(self, request: Request, n_tokens: int) -> None:
+        """Go on with the attention of a request, whose cells are sequence 0's again."""
+        aside = self._aside.pop(request, None)
+        if self._attention is not None and aside is not None:
+            self._attention.bring_back(aside, n_tokens)
 
     def _take_attention(self, n_tokens: int) -> AttentionSums:
         if self._attention is not None:

@@ -34,7 +34,7 @@ def wrap_init_context(host: Host, original: Function) -> Function:
                 "has ended; load the model again"
             )
         edited = type(params).from_buffer_copy(params)
-        create = ContextCreate(address(model), edited, load)
+        create = ContextCreate(address(model), edited, load, why_no_seats=host.why_no_seats())
         host.hooks.context_create(create)
         n_spare = _add_cells(create, params)
         make = functools.partial(original, model)
@@ -43,10 +43,11 @@ def wrap_init_context(host: Host, original: Function) -> Function:
             if ctx is not None:
                 llama_cpp.llama_free(ctx)
             own, n_spare = type(params).from_buffer_copy(params), 0
+            create.n_seats = 0
             ctx = _create(host, create, own, make)
         if ctx is not None:
             host.lifetimes.context_made(int(ctx), address(model))
-            host.watch(int(ctx), int(params.n_seq_max), n_spare)
+            host.watch(int(ctx), int(params.n_seq_max), n_spare, create.n_seats)
             _opened(host, ctx)
         return ctx
 

@@ -18,6 +18,8 @@ from llmaas_patches.host import Host
 __all__ = ["wrap_decode", "wrap_process", "wrap_sample"]
 
 Function = Callable[..., Any]
+_LAST = -1
+"""Output row of the last token that gave logits."""
 _SEVERAL = 2
 """Any number of tokens that is not one."""
 
@@ -41,6 +43,11 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
             return decode(ctx, batch, batch.n_tokens)
         tracker.n_calls += 1
         try:
+            seats = tracker.seats
+            if seats is not None and seats.seated is not None and not tracker.is_lent:
+                if tracker.is_evaluating and seats.seated.evaluates(batch):
+                    return 0
+                seats.give_up()
             prepare(ctx, tracker)
             n_tokens = batch.n_tokens
             if keeps_cells and (refusal := tracker.refusal(batch, n_tokens)):
@@ -150,12 +157,15 @@ def _say_why(host: Host, ctx: Any) -> None:
 def wrap_sample(host: Host, original: Function) -> Function:
     """Wrap ``llama_sampler_sample``: let plugins edit the engine's logits row in place."""
     pending, settle = host.background.pending, host.background.settle
-    listens = host.hooks.listens("llmaas_logits")
+    listens, trackers = host.hooks.listens("llmaas_logits"), host.trackers
 
     @functools.wraps(original)
     def llama_sampler_sample(smpl: Any, ctx: Any, idx: int) -> Any:
         if pending:
             settle(address(ctx))
+        tracker = trackers.get(address(ctx))
+        if idx == _LAST and tracker is not None and tracker.seats is not None:
+            idx = tracker.seats.row(idx)
         if not listens:
             return original(smpl, ctx, idx)
         row = llama_cpp.llama_get_logits_ith(ctx, idx)

@@ -33,8 +33,16 @@ def around_clear(tracker: CellTracker, original: Function, args: tuple[Any, ...]
 
 
 def around_remove(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
-    """Handle ``llama_memory_seq_rm``: "all sequences" means the app's sequence."""
+    """Handle ``llama_memory_seq_rm``: "all sequences" means the app's sequence.
+
+    That is another one while the request's cells are there (``llmaas_patches.seats``).
+    """
     memory, sequence, *positions = args
+    seats = tracker.seats
+    if seats is not None and address(sequence) in {_ALL, _APP}:
+        if seats.keeps(*positions):
+            return True
+        return original(memory, seats.sequence, *positions)
     if tracker.parked and address(sequence) == _ALL:
         return original(memory, _APP, *positions)
     _look(tracker, original, sequence)
@@ -43,7 +51,7 @@ def around_remove(tracker: CellTracker, original: Function, args: tuple[Any, ...
 
 def around_keep(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
     """Handle ``llama_memory_seq_keep``: do nothing, as the app has no other sequence to lose."""
-    if tracker.parked and address(args[1]) == _APP:
+    if (tracker.parked or tracker.seats is not None) and address(args[1]) == _APP:
         return None
     _look(tracker, original, args[1])
     return original(*args)

@@ -10,6 +10,7 @@ from typing import Any
 from llmaas_hooks import Levels, Request, RequestScope, RequestStats
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host
+from llmaas_patches.seats import Seat
 from llmaas_patches.wrappers.turns import Turns
 
 __all__ = ["Clock", "End", "Run"]
@@ -96,6 +97,7 @@ class End:
         n_reused: Number of leading prompt tokens that were in the cells.
         n_held: Tokens in ``Llama``'s records when the last token was given to the app.
         levels: Result of the hook ``llmaas_level``.
+        seat: Place of the request while others use the engine; None if it cannot lie aside.
         is_sound: Whether the tokens of all cells that the request continues from are known.
         is_begun: Whether plugins may know the request.
         saves: Whether the request's cells must still be saved.
@@ -109,6 +111,7 @@ class End:
         self._host = host
         self._is_disowned = False
         self.n_reused = self.n_held = 0
+        self.seat: Seat | None = None
         self.levels: Levels | None = None
         self.is_sound = self.is_begun = self.saves = False
         self.is_waiting = self.is_away = False
@@ -117,6 +120,11 @@ class End:
     def is_paused(self) -> bool:
         """Whether others may use the cells: the request waits for its turn or for the app."""
         return self.is_waiting or self.run.is_paused
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the generator is gone, as where the collector freed it."""
+        return self.run.generator() is None
 
     def disown(self, context_id: str) -> None:
         """Save nothing if the request runs in this persistent context."""
@@ -143,8 +151,8 @@ class End:
             engine.begin(self)
 
     def give_up(self) -> None:
-        """End the request if it is away: its cells are saved already."""
-        if self.is_away:
+        """End the request if it is away or aside: its cells are saved already, or given up."""
+        if self.is_away or (self.seat is not None and self.seat.is_aside):
             self.is_away = self.saves = False
             self()
 
@@ -159,6 +167,8 @@ class End:
             return
         request, stats = self.request, self.run.clock.stats
         try:
+            if self.seat is not None:
+                self.seat.close()
             saves, self.saves = self.saves, False
             if saves:
                 self._save(is_over=True)

@@ -71,7 +71,7 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
                 run.is_yielding = False
                 clock.resumed()
                 if turns is not None and engine.n_said == llama.n_tokens:  # no proposals are left
-                    turns.take(end.levels, 0, clock.n_generated)
+                    turns.take_in_answer(end.levels, clock.n_generated, token, reply)
                 try:
                     token = inner.send(reply)
                 except StopIteration:
@@ -155,6 +155,7 @@ def _register(host: Host, llama: Llama, tokens: Sequence[int], run: Run) -> End:
     host.collecting.require_none()  # plugins cannot be called there
     run.clock = Clock()
     engine = host.engine(llama)
+    host.leave_seats(engine.ctx)
     engine.end()  # ends other requests whose generators are still open
     engine.settle()
     engine.drop_half_restored()
@@ -191,6 +192,7 @@ def _turns(host: Host, end: End) -> Turns | None:
     """Return the turns of a request, or None if it keeps its engine to the end."""
     if not (end.run.resets and end.is_sound and end.engine.can_be_left()):
         return None
+    end.seat = host.seat(end)
     return Turns(host, end, end.run.scope, _restore)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from llmaas_hooks import Levels, Request, RequestScope, Tokens, request_scope
+from llmaas_hooks import Levels, LlmaasError, Request, RequestScope, Tokens, request_scope
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host
+from llmaas_patches.seats import Seat
 
 __all__ = ["Interruptible", "Turns"]
 
@@ -33,6 +34,7 @@ class Interruptible(Protocol):
             saved, and ``is_away`` is set.
         is_away: Whether another request has used the engine since.
         saves: Whether the cells are the request's, and are saved at its end.
+        seat: Place of the request while others use the engine; None if it cannot lie aside.
     """
 
     engine: LlamaEngine
@@ -40,6 +42,7 @@ class Interruptible(Protocol):
     is_waiting: bool
     is_away: bool
     saves: bool
+    seat: Seat | None
 
     def come_back(self) -> None:
         """Register the request with its engine again.
@@ -82,6 +85,26 @@ class Turns:
             self._evaluate(tokens[: n_done + n_most], n_done)
             n_done = int(llama.n_tokens)
 
+    def take_in_answer(
+        self,
+        levels: Levels | None,
+        n_generated: int,
+        token: int,
+        reply: Sequence[int] | None,
+    ) -> None:
+        """Let other requests use the engine before a token is evaluated, maybe with theirs.
+
+        Args:
+            levels: Result of the hook ``llmaas_level``.
+            n_generated: Number of tokens that were sampled.
+            token: The last of them, which is evaluated next.
+            reply: Tokens that the app has added.
+        """
+        seat = self._end.seat
+        if seat is not None:
+            seat.next_token = None if reply else token
+        self.take(levels, 0, n_generated)
+
     def take(
         self, levels: Levels | None, n_left: int, n_generated: int, n_held: int | None = None
     ) -> int | None:
@@ -97,16 +120,23 @@ class Turns:
         Returns:
             Most prompt tokens to evaluate before the next turn, or None for all.
         """
-        engine, end = self._end.engine, self._end
+        engine, end, seat = self._end.engine, self._end, self._end.seat
+        if seat is not None and (not seat.can_leave or (n_left == 0 and seat.next_token is None)):
+            seat = None
         held = engine.resident_tokens()[:n_held]
         if len(held) > engine.n_explained or engine.is_sparse:
             return None  # plugins cannot save these cells
         state, began = engine.leave(), time.perf_counter()
         end.is_waiting = True
         try:
-            n_most = self._host.hooks.turn(end.request, n_left)
+            n_most = self._host.hooks.turn(end.request, n_left, seat)
         finally:
             end.is_waiting = False
+        if seat is not None and seat.step_s is not None:
+            self.away_s += time.perf_counter() - began - seat.step_s
+            seat.step_s = None
+        if seat is not None and seat.is_aside:
+            raise LlmaasError("a plugin put a request aside and did not bring it back")
         is_changed = not engine.is_alive or engine.n_explained < len(held)  # without a request
         if end.is_away or is_changed:
             end.come_back()

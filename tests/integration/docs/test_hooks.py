@@ -68,6 +68,21 @@ class Interrupting:
             request.engine.llama._ctx.kv_cache_clear()
 
 
+class Aside(Interrupting):
+    """Puts requests aside and brings them back at once."""
+
+    @hookimpl
+    def llmaas_context_create(self, create):
+        create.n_seats = 1
+        create.params.n_seq_max, create.params.kv_unified = 2, True
+        create.params.n_ctx *= 2
+
+    @hookimpl
+    def llmaas_turn(self, seat):
+        seat.leave()
+        seat.enter()
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_is_called(name, make, called):
     plugin = plugin_of(name)
@@ -75,6 +90,8 @@ def test_example_is_called(name, make, called):
     hooks.register("example", plugin)
     if name in {"llmaas_turn", "llmaas_request_resume"}:
         hooks.register("interrupting", Interrupting())
+    if name == "llmaas_together":
+        hooks.register("aside", Aside())
     installed = install(hooks)
     try:
         llama = make()

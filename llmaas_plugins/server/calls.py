@@ -1,0 +1,100 @@
+"""A call to the server, from its arrival to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+from llmaas_hooks import NO_PROMISE, Promise, Seat
+from llmaas_plugins.server.refusal import Refusal
+
+__all__ = ["Call", "Stage", "Stream"]
+
+Stream = Generator[Any, Any, Any]
+_LEAST_OWN = 4
+"""Turns of an answer from which on its own token time counts, in place of the app's mean."""
+
+
+class Stage(enum.Enum):
+    """Reason for which a call lies aside while others use the engine."""
+
+    PIECE = enum.auto()  # a piece of its prompt is to be evaluated
+    TOKEN = enum.auto()  # its next token is to be evaluated
+    READY = enum.auto()  # its next token is evaluated
+    AWAY = enum.auto()  # a piece of its text is on its way to the client
+    BACK = enum.auto()  # the piece is sent
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call that runs or waits.
+
+    Attributes:
+        app: Name of the calling app; empty if the caller has no name.
+        promise: Latency that is asked for.
+        context: Name of the persistent context; empty without one. Calls in one context run one
+            after the other.
+        came_s: Time of its arrival.
+        turn: Event that is set when the call may run.
+        scope: Cancel scope around everything that the call does.
+        is_over: Whether the client left, or the call was ended; its results are then discarded.
+        refusal: Answer to the client of a call that was ended.
+        completion: Generator that serves the call, if it has begun one.
+        loop: Event loop of the call's task.
+        resumed: Event that is set when a call that was interrupted may go on.
+        n_piece: Most prompt tokens that are evaluated at once; 0 before the first turn.
+        n_generated: Number of turns in the answer, of one token each.
+        first_s: Time of the first turn in the answer, when there is a token; None before.
+        first_used_s: Seconds on the engine until then.
+        used_s: Seconds that the call has used the engine.
+        since_s: Time from which the call uses the engine.
+        seat: Place of the call while others use the engine.
+        stage: Reason for which it is there.
+        away_since_s: Time from which a piece of text is on its way; None while the call works.
+        is_done: Whether only its answer is still to be sent.
+    """
+
+    app: str
+    promise: Promise = NO_PROMISE
+    context: str = ""
+    came_s: float = field(default_factory=time.perf_counter)
+    turn: anyio.Event = field(default_factory=anyio.Event)
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    is_over: bool = False
+    refusal: Refusal | None = None
+    completion: object = None
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    resumed: threading.Event = field(default_factory=threading.Event)
+    n_piece: int = 0
+    n_generated: int = 0
+    first_s: float | None = None
+    first_used_s: float | None = None
+    used_s: float = 0.0
+    since_s: float = 0.0
+    seat: Seat | None = None
+    stage: Stage | None = None
+    away_since_s: float | None = None
+    is_done: bool = False
+
+    def end(self, refusal: Refusal | None = None) -> None:
+        """End the call: stop waiting, or stop running at the next token."""
+        if not self.is_over:
+            self.is_over, self.refusal = True, refusal
+            self.scope.cancel()
+
+    def used(self, now_s: float) -> float:
+        """Return the seconds for which the call has used the engine, of which it has the turn."""
+        return self.used_s + now_s - self.since_s
+
+    def token_s(self, used_s: float) -> float | None:
+        """Return the mean seconds of a token after the first; None if there were too few."""
+        if self.n_generated < _LEAST_OWN or self.first_used_s is None:
+            return None
+        return (used_s - self.first_used_s) / (self.n_generated - 1)

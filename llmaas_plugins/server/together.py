@@ -1,0 +1,364 @@
+"""Admission of several calls that are decoded together.
+
+A call that is in its answer leaves its next token with the group, and lets others use the engine.
+The last one evaluates the tokens of all in one batch. Each call then takes its turn to sample. A
+call also lets others in between the pieces of its prompt, and while its client is sent a piece of
+text. So a call waits for another one's piece of a prompt at most, and never for a client.
+
+``Admission.running`` is the call that uses the engine. The others of the group lie aside, each in
+its seat.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from llmaas_hooks import ContextCreate, DecodeStep, Seat, hookimpl
+from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.server.admission import Abandoned, Admission, stopping
+from llmaas_plugins.server.calls import Call, Stage, Stream
+
+__all__ = ["Member", "Pieces", "Together", "next_member"]
+
+_PIECE_S = 0.1
+_LEAST_PIECE, _MOST_PIECE = 8, 512
+_PATIENCE_S = 0.02
+"""Seconds that a batch waits for a call whose text is on its way to the client."""
+
+_NO_CELLS = "kv_chunks does not keep the cells of this engine"
+
+_log = logging.getLogger("llmaas.server")
+
+
+class Member(NamedTuple):
+    """A call aside.
+
+    Attributes:
+        stage: Why it is aside.
+        is_over: Whether it only has to end.
+        is_expected: Whether it will soon want the engine, if its text is on its way.
+    """
+
+    stage: Stage
+    is_over: bool = False
+    is_expected: bool = False
+
+
+def next_member(members: Sequence[Member], *, may_step: bool) -> int | None:
+    """Return the index of the call aside that uses the engine next; None if none can.
+
+    Calls that end come first. The results of a batch are lost with the next one, so calls whose
+    token is evaluated are next, and then those that come back from their clients, so that the next
+    batch has their tokens. A call whose token is to be evaluated evaluates those of all.
+
+    Args:
+        members: Calls aside, in the order in which they left the engine.
+        may_step: Whether a batch may be evaluated now.
+    """
+    over = [m.is_over and m.stage is not Stage.AWAY for m in members]
+    if True in over:
+        return over.index(True)
+    stages = [member.stage for member in members]
+    for stage in (Stage.READY, Stage.BACK):
+        if stage in stages:
+            return stages.index(stage)
+    is_complete = not any(m.stage is Stage.AWAY and m.is_expected for m in members)
+    return stages.index(Stage.TOKEN) if may_step and is_complete and Stage.TOKEN in stages else None
+
+
+class Pieces:
+    """Size of the pieces in which prompts are evaluated between batches of the group.
+
+    A piece takes about as long as a batch of the group, or 100 ms if that is longer. The time of a
+    piece may hardly depend on its size, as where weights are read from disk; so the size is doubled
+    and halved by the times of whole pieces.
+
+    Attributes:
+        n_tokens: Most tokens of the next piece.
+    """
+
+    def __init__(self) -> None:
+        """Start with a small piece."""
+        self.n_tokens = 64
+        self._most_s = _PIECE_S
+
+    def stepped(self, seconds: float) -> None:
+        """Learn how long a batch of the group took."""
+        self._most_s = max(_PIECE_S, seconds)
+
+    def evaluated(self, n_tokens: int, seconds: float) -> None:
+        """Learn how long a piece took; other batches tell nothing."""
+        if n_tokens == self.n_tokens:
+            is_long = seconds > 1.5 * self._most_s
+            size = n_tokens // 2 if is_long else 2 * n_tokens
+            if is_long or seconds < 0.6 * self._most_s:
+                self.n_tokens = min(max(size, _LEAST_PIECE), _MOST_PIECE)
+
+
+class Together(Admission):
+    """Calls that run together, wait, or were interrupted."""
+
+    def __init__(self, config: ServiceConfig, why_alone: str | None = None) -> None:
+        """Let ``config.most_together`` calls run together, unless there is a reason against it."""
+        super().__init__(config)
+        self.aside: list[Call] = []
+        self.n_batches = self.n_batch_tokens = 0
+        self._pieces = Pieces()
+        self._is_stepping = self._has_stepped = self._has_engine = False
+        self._options_against, self._why_alone = why_alone, why_alone or _NO_CELLS
+
+    @property
+    def n_running(self) -> int:
+        """Number of calls that run."""
+        return super().n_running + len(self.aside)
+
+    def end_running(self) -> None:
+        """End the calls that have begun."""
+        with self._lock:
+            for call in self.aside:
+                call.end(stopping())
+        super().end_running()
+
+    def leave(self, call: Call, notes: Mapping[str, Any] | None = None) -> None:
+        """Remove a call that is done or no longer wants to wait; learn from notes about it."""
+        with self._lock:
+            is_known = call in self.aside or call.is_done
+            if call in self.aside:
+                self.aside.remove(call)
+            if is_known:
+                self._learn(call, notes or {})
+            super().leave(call, notes)
+
+    def has_begun(self, call: Call) -> bool:
+        """Return whether a call uses the engine, or goes on when it is its turn."""
+        return super().has_begun(call) or call in self.aside
+
+    def close(self, call: Call) -> None:
+        """Close the completion of a call that has begun; waits for the engine."""
+        self._come_back(call)
+        super().close(call)
+
+    def shared(self, call: Call | None, stream: Stream) -> Stream:
+        """Let others use the engine while a stream's pieces are sent."""
+        return stream if call is None else self._shared(call, stream)
+
+    @hookimpl(tryfirst=True)
+    def llmaas_context_create(self, create: ContextCreate) -> None:
+        """Ask for places of the calls aside in the server's context, the first one."""
+        if not self._has_engine:
+            self._has_engine = True
+            if self._options_against is None:
+                create.wants_seats = self._config.most_together
+            create.checks.append(functools.partial(self._tell, create))
+
+    @hookimpl(specname="llmaas_decode")
+    def end_if_unwanted(self) -> None:
+        """Stop the running call after a batch of its own if it is over.
+
+        Raises:
+            Abandoned: The running call is over.
+        """
+        if not self._is_stepping:
+            super().end_if_unwanted()
+
+    @hookimpl
+    def llmaas_turn(self, n_left: int, seat: Seat | None) -> int | None:  # type: ignore[override]
+        """Let others use the engine, and evaluate a call's token together with theirs.
+
+        Raises:
+            Abandoned: The call ended while it waited.
+        """
+        call = self.running
+        if call is None or seat is None or call.promise:
+            return super().llmaas_turn(n_left)
+        now_s = time.perf_counter()
+        with self._lock:
+            call.seat, is_first = seat, call.n_piece == 0
+            self._progressed(call, n_left, now_s)
+            if not self._is_wanted():
+                return _MOST_PIECE
+            if is_first and n_left:  # it has just got the engine for its first piece
+                return self._pieces.n_tokens
+            self._put_aside(call, Stage.PIECE if n_left else Stage.TOKEN, now_s)
+            self._next()
+        self._wait(call)
+        if call.is_over:
+            raise Abandoned
+        return self._pieces.n_tokens
+
+    def report(self) -> dict[str, Any]:
+        """Return the counters of the status, as plain JSON types."""
+        counts = {"batches": self.n_batches, "tokens": self.n_batch_tokens}
+        return {**super().report(), "together": {**counts, "why_alone": self._why_alone or None}}
+
+    def _tell(self, create: ContextCreate, _: int) -> bool:
+        """Say why calls run alone, if they do; accept the context."""
+        reason = self._options_against or create.why_no_seats or _NO_CELLS
+        self._why_alone = "" if create.n_seats else reason
+        if self._why_alone:
+            _log.warning(
+                "service.most_together = %d has no effect, calls run one at a time: %s",
+                self._config.most_together,
+                self._why_alone,
+            )
+        return True
+
+    @hookimpl
+    def llmaas_prefill(self, step: DecodeStep) -> None:
+        """Measure how long a prompt's tokens take."""
+        super().llmaas_prefill(step)
+        self._pieces.evaluated(step.n_tokens, step.seconds)
+
+    # -- streams --------------------------------------------------------------------------------
+
+    def _shared(self, call: Call, stream: Stream) -> Stream:
+        try:
+            while True:
+                self._come_back(call)
+                try:
+                    piece = next(stream)
+                except StopIteration as end:
+                    self._done(call)
+                    return end.value
+                self._go_away(call)
+                yield piece
+        finally:
+            self._come_back(call)
+            stream.close()
+
+    def _go_away(self, call: Call) -> None:
+        """Let others use the engine from now on, if they want to."""
+        with self._lock:
+            if call is self.running:
+                call.away_since_s = time.perf_counter()
+                self._next()
+
+    def _come_back(self, call: Call) -> None:
+        """Wait for the engine."""
+        with self._lock:
+            call.away_since_s = None
+            if call not in self.aside:
+                return
+            call.stage = Stage.BACK
+            call.resumed.clear()
+            self._next()
+        self._wait(call)
+
+    def _done(self, call: Call) -> None:
+        """Let others use the engine while the last pieces are sent."""
+        with self._lock:
+            if call is self.running:
+                call.used_s, call.is_done, self.running = call.used(time.perf_counter()), True, None
+                self._next()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _wait(self, call: Call) -> None:
+        """Wait until a call aside uses the engine; evaluate the tokens of all if it is to."""
+        while not call.resumed.wait(_PATIENCE_S):
+            with self._lock:
+                self._next()
+        seat = call.seat
+        assert seat is not None
+        if call.stage is Stage.TOKEN and not call.is_over:
+            self._step(seat)
+        seat.enter()
+
+    def _step(self, seat: Seat) -> None:
+        with self._lock:
+            others = [one for one in self.aside if one.stage is Stage.TOKEN and not one.is_over]
+            self._is_stepping = True
+        try:
+            step_s = seat.evaluate_with([one.seat for one in others if one.seat is not None])
+        finally:
+            self._is_stepping = False
+        with self._lock:
+            self._has_stepped = True
+            for one in others:
+                one.stage = Stage.READY
+                one.used_s += step_s or 0.0
+            if step_s is not None:
+                self._pieces.stepped(step_s)
+                self.n_batches += 1
+                self.n_batch_tokens += 1 + len(others)
+
+    # with the lock held
+
+    def _put_aside(self, call: Call, stage: Stage, now_s: float) -> None:
+        assert call.seat is not None
+        call.seat.leave()
+        call.used_s = call.used(now_s)
+        call.stage = stage
+        call.resumed.clear()
+        self.aside.append(call)
+        self.running = None
+
+    def _next(self) -> None:
+        """Start the call that uses the engine next, if none does."""
+        now_s = time.perf_counter()
+        self._put_away(now_s)
+        if self.running is not None:
+            return
+        members = [self._member(call, now_s) for call in self.aside]
+        found = next_member(members, may_step=not self._has_stepped)
+        if found is None and not self._are_due(members):
+            self._has_stepped = False
+            self._begin_or_go_on(members, now_s)
+            if self.running is None:
+                found = next_member(members, may_step=True)
+        if found is not None:
+            self._start(self.aside[found], now_s)
+
+    def _put_away(self, now_s: float) -> None:
+        """Put the running call aside if its text is on its way, and others want the engine."""
+        call = self.running
+        if call is None or call.away_since_s is None or call.seat is None:
+            return
+        if call.seat.can_leave and self._is_wanted():
+            self._put_aside(call, Stage.AWAY, now_s)
+
+    def _are_due(self, members: Sequence[Member]) -> bool:
+        """Return whether a batch is due, and only waits for a client."""
+        return not self._has_stepped and any(member.stage is Stage.TOKEN for member in members)
+
+    def _begin_or_go_on(self, members: Sequence[Member], now_s: float) -> None:
+        """Start the next piece of a prompt, or a new call."""
+        stages = [member.stage for member in members]
+        if Stage.PIECE in stages:
+            self._start(self.aside[stages.index(Stage.PIECE)], now_s)
+        else:
+            super()._next()
+
+    def _start(self, call: Call, now_s: float) -> None:
+        if call not in self.aside:
+            super()._start(call, now_s)
+            return
+        self.aside.remove(call)
+        self.running, call.since_s = call, now_s
+        call.away_since_s = None
+        call.resumed.set()
+
+    def _ready(self, besides: Call | None = None) -> list[Call]:
+        """Return the calls that may run: not behind another call in the same context.
+
+        If as many as may run together lie aside, only calls with promises go before them.
+        """
+        busy = {call.context for call in self.aside if call.context}
+        ready = [call for call in super()._ready(besides) if call.context not in busy]
+        if len(self.aside) < self._config.most_together:
+            return ready
+        return [call for call in ready if call.promise or call in self.interrupted]
+
+    def _is_wanted(self) -> bool:
+        """Return whether another call wants the engine."""
+        return bool(self.aside or self._ready(besides=self.running))
+
+    def _member(self, call: Call, now_s: float) -> Member:
+        assert call.stage is not None
+        since_s = call.away_since_s
+        is_expected = since_s is not None and now_s - since_s < _PATIENCE_S
+        return Member(call.stage, call.is_over, is_expected)

@@ -1,0 +1,245 @@
+"""Calls that are decoded together answer as alone, and none keeps the others waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from served import ENDLESS, LONG_N_CTX, drain, serving, wait_until
+
+pytest.importorskip("fastapi")
+
+CONFIG = """
+on_error = "raise"
+[service]
+state_dir = "state"
+most_together = {most}
+client_timeout_s = {timeout_s}
+shutdown_grace_s = 0
+[plugins.kv_chunks]
+codec = "{codec}"
+store = "kv"
+parked_tokens = {parked}
+"""
+PROMPTS = ("Once upon a time", "The dog", "My sister and I", "In a small house", "A king")
+GREEDY = {"temperature": 0.0, "repeat_penalty": 1.0, "max_tokens": 40}
+LONG = ENDLESS | {"max_tokens": 600}
+
+
+def together(folder, most=4, codec="int8", parked=0, timeout_s=30, **engine):
+    """Start a server whose batches are evaluated token by token, as those of calls alone."""
+    config = CONFIG.format(most=most, codec=codec, parked=parked, timeout_s=timeout_s)
+    return serving(folder, config=config, n_ctx=LONG_N_CTX, **engine)
+
+
+def opened(server, body):
+    request = urllib.request.Request(
+        f"{server.address}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def text(server, body):
+    with opened(server, body) as answer:
+        return json.loads(answer.read())["choices"][0]["text"]
+
+
+def streamed(server, body):
+    with opened(server, body | {"stream": True}) as answer:
+        events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+def at_once(*asks):
+    """Return the results of functions that are called on threads at the same time."""
+    found = {}
+
+    def keep(i, ask):
+        found[i] = ask()
+
+    threads = [threading.Thread(target=keep, args=pair) for pair in enumerate(asks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return [found[i] for i in range(len(asks))]
+
+
+def one_by_one(server, asks):
+    """Return the results of calls, before each of which another one takes their cells."""
+    found = []
+    for ask in asks:
+        text(server, GREEDY | {"prompt": "Some other text", "max_tokens": 1})
+        found.append(ask())
+    return found
+
+
+def batches(server):
+    """Return the number of batches of several calls so far, and of their tokens."""
+    found = server.status()["together"]
+    return found["batches"], found["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "parked"), [("int8", 0), ("int8", 4096), ("tolerance", 0), ("tolerance", 4096)]
+)
+@pytest.mark.parametrize("ask", [text, streamed], ids=["whole", "streamed"])
+def test_answers_are_those_of_calls_alone(tmp_path, codec, parked, ask):
+    bodies = [GREEDY | {"prompt": prompt} for prompt in PROMPTS]
+    bodies.append(GREEDY | {"prompt": "Hello", "temperature": 0.9, "seed": 3, "max_tokens": 20})
+    with together(tmp_path, codec=codec, parked=parked) as server:
+        alone = [text(server, body) for body in bodies]
+        assert batches(server) == (0, 0)
+        for _ in range(3):
+            assert at_once(*(lambda b=body: ask(server, b) for body in bodies)) == alone
+        n_batches, n_tokens = batches(server)
+        assert n_tokens > 1.5 * n_batches > 0
+        server.wait_until_idle()
+        assert server.metrics()["llmaas_queue_running_calls"] == 0
+        assert [text(server, body) for body in bodies] == alone
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("codec", ["int8", "tolerance"])
+def test_contexts_are_saved_as_alone(tmp_path, codec):
+    """Contexts go on as those of calls alone, from the cells that were saved."""
+    found = {}
+    for most in (1, 4):
+        folder = tmp_path / str(most)
+        folder.mkdir()
+        with together(folder, most=most, codec=codec) as server:
+            app = server.client.bind("mail")
+            contexts = [app.new_context(f"{prompt} is what you say.") for prompt in PROMPTS]
+            asks = [
+                [lambda c=context, p=prompt: c.call(p, **GREEDY) for context in contexts]
+                for prompt in ("Tell me more.", "And then?")
+            ]
+            answers = at_once(*asks[0]) if most > 1 else one_by_one(server, asks[0])
+            answers += one_by_one(server, asks[1])
+            found[most] = [(answer["text"], answer["n_tokens"]) for answer in answers]
+            found[most] += [context.record()["messages"] for context in contexts]
+            assert server.kv()["restores"] >= len(contexts)
+            assert most == 1 or batches(server)[0] > 0
+    for together_, alone in zip(found[4], found[1], strict=True):
+        assert together_ == alone
+
+
+def test_streams_of_contexts(tmp_path):
+    with together(tmp_path) as server:
+        app = server.client.bind("mail")
+
+        def ask(prompt):
+            pieces, reply = drain(app.new_context().stream(prompt, **GREEDY | {"max_tokens": 12}))
+            assert "".join(pieces).strip() == reply["text"]
+            return reply["text"]
+
+        asks = [lambda p=f"{prompt}? {prompt}!": ask(p) for prompt in PROMPTS[:4]]
+        first, second = one_by_one(server, asks), one_by_one(server, asks)
+        assert [context.delete() > 0 for context in app.contexts()]
+        text(server, GREEDY | {"prompt": "Some other text", "max_tokens": 1})
+        assert at_once(*asks) in (first, second)
+        assert batches(server)[0] > 0
+
+
+def test_a_client_that_leaves(tmp_path):
+    with together(tmp_path) as server:
+        alone = text(server, GREEDY | {"prompt": PROMPTS[0]})
+        for _ in range(5):
+            with opened(server, LONG | {"prompt": PROMPTS[1], "stream": True}) as leaving:
+                assert leaving.readline().startswith(b"data: ")
+                others = threading.Thread(target=text, args=(server, LONG | {"prompt": PROMPTS[2]}))
+                others.start()
+                assert leaving.readline() is not None
+            assert text(server, GREEDY | {"prompt": PROMPTS[0]}) == alone
+            others.join(120)
+        server.wait_until_idle()
+        assert server.stop() == 0
+
+
+def test_nobody_waits_for_a_client_that_does_not_read(tmp_path):
+    with together(tmp_path, timeout_s=20) as server:
+        alone = text(server, GREEDY | {"prompt": PROMPTS[0]})
+        body = json.dumps(ENDLESS | {"prompt": PROMPTS[1], "stream": True}).encode()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.connect(("127.0.0.1", server.port))
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+            wait_until(lambda: server.status()["queue"] == 1)
+            for _ in range(3):
+                assert text(server, GREEDY | {"prompt": PROMPTS[0]}) == alone
+            assert server.status()["queue"] == 1
+        server.wait_until_idle()
+
+
+def test_a_context_is_deleted_while_others_answer(tmp_path):
+    with together(tmp_path) as server:
+        app = server.client.bind("mail")
+        alone = text(server, GREEDY | {"prompt": PROMPTS[0]})
+        context, other = app.new_context(), app.new_context()
+        stream = other.stream("Tell me a story.", **LONG)
+        next(stream)
+        context.call("Hello", max_tokens=3)
+        context.delete()
+        assert text(server, GREEDY | {"prompt": PROMPTS[0]}) == alone
+        drain(stream)
+        assert [found.id for found in app.contexts()] == [other.id]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_the_service_stops_in_the_middle(tmp_path, how):
+    with together(tmp_path) as server:
+        errors = []
+
+        def ask(prompt):
+            with contextlib.suppress(urllib.error.HTTPError, OSError):
+                errors.append(text(server, LONG | {"prompt": prompt, "max_tokens": 1900}))
+
+        threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in PROMPTS]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: batches(server)[0] > 5)
+        assert server.stop(how) == 0
+        for thread in threads:
+            thread.join(60)
+        assert "Traceback" not in server.log()
+
+
+def test_calls_with_promises_run_alone(tmp_path):
+    config = CONFIG.format(most=4, codec="int8", parked=0, timeout_s=30)
+    with serving(tmp_path, config=config + "[plugins.deadlines]\n", n_ctx=LONG_N_CTX) as server:
+        alone = text(server, GREEDY | {"prompt": PROMPTS[0]})
+        soon = GREEDY | {"prompt": PROMPTS[0], "slo": {"ttft": "5 s"}}
+        with opened(server, LONG | {"prompt": PROMPTS[1], "stream": True}) as stream:
+            stream.readline()
+            assert at_once(*[lambda: text(server, soon)] * 3) == [alone] * 3
+        server.wait_until_idle()
+        long = [threading.Thread(target=text, args=(server, LONG | {"prompt": p})) for p in PROMPTS]
+        for thread in long:
+            thread.start()
+        wait_until(lambda: server.status()["queue"] == len(long))
+        assert text(server, soon) == alone  # before the four that run, and the one that waits
+        assert server.status()["queue"] >= len(long)
+        for thread in long:
+            thread.join(120)
+        server.wait_until_idle()
+        n_batches, _ = batches(server)
+        assert text(server, soon) == alone
+        assert batches(server)[0] == n_batches
+
+
+def test_bit_equality_is_kept_where_it_is_promised(tmp_path):
+    with together(tmp_path, codec="lossless") as server:
+        assert "lossless" in server.status()["together"]["why_alone"]
+        assert "service.most_together = 4 has no effect" in server.log()
+        at_once(*(lambda p=p: text(server, GREEDY | {"prompt": p}) for p in PROMPTS))
+        assert batches(server) == (0, 0)
