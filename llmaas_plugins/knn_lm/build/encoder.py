@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -49,7 +50,11 @@ class EncodedConversation:
 
 
 class Encoder:
-    """A separate context that evaluates conversations; ``close`` it, or use ``with``."""
+    """A separate context that evaluates conversations; ``close`` it, or use ``with``.
+
+    Attributes:
+        guard: Lock to hold while a batch is evaluated.
+    """
 
     def __init__(
         self,
@@ -72,6 +77,7 @@ class Encoder:
             LlmaasError: There is no memory for a context, or the engine has no hook point.
         """
         self._llama = llama
+        self.guard: AbstractContextManager[object] = nullcontext()
         vocab = llama_cpp.llama_model_get_vocab(llama.model)
         self._n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
         self._n_batch = max(1, min(n_batch, _MOST_LOGITS_BYTES // (4 * self._n_vocab)))
@@ -165,7 +171,8 @@ class Encoder:
             batch.logits[i] = i in wanted
         if len(wanted) == 0:
             batch.logits[len(part) - 1] = True  # llama.cpp requires at least one output
-        status = llama_cpp.llama_decode(self._ctx, batch)
+        with self.guard:
+            status = llama_cpp.llama_decode(self._ctx, batch)
         if status:
             raise LlmaasError(f"llama_decode returned {status} while encoding a conversation")
         values = tokens[start + wanted.start + 1 : start + wanted.stop + 1]

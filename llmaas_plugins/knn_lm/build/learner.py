@@ -46,7 +46,12 @@ class _Stopped(Exception):  # noqa: N818  not an error
 
 
 class Learner(forks.Forked):
-    """Background thread that learns, from the first engine until ``close``."""
+    """Background thread that learns, from the first engine until ``close``.
+
+    A fork waits for its batch: weights in files that it computes with would be lost to the child.
+    """
+
+    runs_work = True
 
     def __init__(
         self,
@@ -70,6 +75,7 @@ class Learner(forks.Forked):
         # not the condition's own `with`: that is Python code, where Ctrl-C may leave it locked
         self._lock = forks.lock()
         self._changed = threading.Condition(self._lock)
+        self._evaluating = forks.lock()  # held during each batch
         self._busy: set[int] = set()
         self._last_end = time.monotonic()
         self._engine: Engine | None = None
@@ -129,8 +135,13 @@ class Learner(forks.Forked):
         if self._thread is not None:
             self._thread.join()
 
+    def before_fork(self) -> None:
+        """Wait for the batch that is being evaluated, and begin no other one."""
+        self._evaluating.acquire()
+
     def after_fork(self, *, in_child: bool) -> None:
         """Close the child's copy: a child has no learning thread, and the parent still learns."""
+        self._evaluating.release()
         if in_child:
             self._is_closed, self._is_at_work = True, False
             self._engine = self._thread = None
@@ -188,6 +199,7 @@ class Learner(forks.Forked):
         with Archive.open(self._store, binding, writable=True) as archive:
             if waiting:
                 with Encoder(llama, self._natives, self._key, n_batch=_BATCH) as encoder:
+                    encoder.guard = self._evaluating
                     for path in waiting:
                         self._learn(path, archive, llama, encoder)
             self._is_selection_due = is_update_due(archive, self._params)

@@ -1,4 +1,7 @@
-"""Principal components of the keys: fewer numbers a key to scan, and less memory."""
+"""Principal components of the keys: fewer numbers a key to scan, and less memory.
+
+Products of matrices keep forks waiting (see ``distances``).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from llmaas_hooks import forks
 
 __all__ = ["Basis", "fit_basis"]
 
@@ -36,7 +41,8 @@ class Basis:
         """
         if keys.ndim == 1:
             return np.einsum("ij,j->i", self.axes, keys - self.mean, dtype=np.float32)
-        return np.matmul(keys - self.mean, self.axes.T, dtype=np.float32)
+        with forks.postponed():
+            return np.matmul(keys - self.mean, self.axes.T, dtype=np.float32)
 
 
 def fit_basis(keys: Keys, n_dims: int, seed: int = 0) -> Basis:
@@ -52,6 +58,7 @@ def fit_basis(keys: Keys, n_dims: int, seed: int = 0) -> Basis:
     sample = keys[np.sort(rows)].astype(np.float32)
     mean = sample.mean(axis=0, dtype=np.float64)
     sample -= mean.astype(np.float32)
-    _, vectors = np.linalg.eigh(sample.T @ sample)  # smallest first
+    with forks.postponed():
+        _, vectors = np.linalg.eigh(sample.T @ sample)  # smallest first
     axes = np.ascontiguousarray(vectors[:, : -n_dims - 1 : -1].T, np.float32)
     return Basis(mean.astype(np.float32), axes)

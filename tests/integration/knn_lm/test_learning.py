@@ -99,7 +99,7 @@ class Short:
 
 @pytest.mark.slow
 def test_selection_waits_for_memory(tmp_path, reference_model):
-    """Learned chats are kept, and selected as soon as others leave the memory for it."""
+    """Conversations stay learned, and are selected once others leave the memory for it."""
     leave(tmp_path, CONVERSATIONS[:2])
     short = Short()
     process_memory.add_limit(short)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from budgets import is_streamed
 from cgroups import memory_group
@@ -102,6 +104,34 @@ llama.close()
 suite.deactivate()
 print(json.dumps([n_interrupted, problems, over, errors]))
 """
+FORKED = """
+import os, signal
+suite = activate(
+    {"on_error": "raise", "memory": {"budget": resident_bytes() + 150 * MIB}, "plugins": plugins()}
+)
+llama = Llama(path, **settings | {"n_ubatch": 64})
+expected, problems = [ask(llama, i) for i in range(4)], []
+for k in range(ROUNDS):
+    if k % 5 == 0:
+        texts = f"Where is number {k}?", f"It is at the station, in house number {k}."
+        said = [Message("user", texts[0]), Message("assistant", texts[1])]
+        remember(folder / "knn", said, title=f"{k}")
+        time.sleep(1.1)  # until the device is idle
+    time.sleep(k % 7 * 0.01)
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            signal.alarm(30)
+            code = 0 if ask(llama, k % 4) == expected[k % 4] else 2
+        finally:
+            os._exit(code)
+    if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        problems.append([k, code])
+report = suite.status()
+llama.close()
+suite.deactivate()
+print(json.dumps([problems, report["plugins"]["knn_lm"]["learned"], report["errors"]]))
+"""
 VANILLA = """
 llama = Llama(path, **settings)
 print(json.dumps(talk(llama) + talk(llama)))
@@ -157,3 +187,15 @@ def test_ctrl_c_while_the_budget_changes(large):
     assert n_interrupted > n_rounds / 2
     assert (problems, errors) == ([], {})
     assert over <= 0
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_children_answer_while_the_parent_learns(large, tmp_path):
+    """The parent's learning thread computes with the weights that a child goes on with."""
+    folder = shutil.copytree(large.parent, tmp_path / "own")
+    script = SCRIPT.replace("ENGINE", repr(ENGINE))
+    script += FORKED.replace("ROUNDS", str(scale(20, 400)))
+    problems, n_learned, errors = run(folder / large.name, script)
+    assert (problems, errors) == ([], {})
+    assert n_learned > 0
