@@ -22,6 +22,7 @@ This package imports neither llama_cpp nor torch.
 
 from __future__ import annotations
 
+from llmaas_hooks.drafts import Drafter, Guess, Pick, Proposal
 from llmaas_hooks.errors import (
     BudgetError,
     CodecError,
@@ -83,9 +84,11 @@ __all__ = [
     "ConfigError",
     "ContextCreate",
     "DecodeStep",
+    "Drafter",
     "Engine",
     "FileStamp",
     "FileWeights",
+    "Guess",
     "HiddenStates",
     "HookManager",
     "IncompatibleError",
@@ -102,9 +105,11 @@ __all__ = [
     "ModelLoad",
     "NativeContext",
     "Override",
+    "Pick",
     "Plugin",
     "PluginError",
     "Promise",
+    "Proposal",
     "Request",
     "RequestCost",
     "RequestScope",

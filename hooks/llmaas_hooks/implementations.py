@@ -136,6 +136,11 @@ def _check_cost(result: Any, arguments: Mapping[str, Any]) -> None:
         Levels(one.level)  # raises an error that says which numbers are levels
 
 
+def _check_drafter(result: Any, _: Mapping[str, Any]) -> None:
+    if result is not None and not callable(getattr(result, "propose", None)):
+        raise _wrong(result, "a Drafter or None")
+
+
 def _check_levels(result: Any, _: Mapping[str, Any]) -> None:
     if result is not None and not isinstance(result, Levels):
         raise _wrong(result, "Levels or None")
@@ -188,6 +193,7 @@ _CHECKS: Mapping[str, Check] = {
     "llmaas_turn": _check_turn,
     "llmaas_cost": _check_cost,
     "llmaas_level": _check_levels,
+    "llmaas_draft": _check_drafter,
     "llmaas_status": _check_report,
     "llmaas_memory": _check_memory,
     "llmaas_weights": _check_claims,

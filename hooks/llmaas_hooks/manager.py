@@ -15,6 +15,7 @@ from typing import Any, Literal
 import pluggy
 
 from llmaas_hooks import specs
+from llmaas_hooks.drafts import Drafter, Guess
 from llmaas_hooks.errors import PluginError, UnmetBudgetError
 from llmaas_hooks.failures import Failures
 from llmaas_hooks.implementations import Implementation, running
@@ -207,6 +208,11 @@ class HookManager:
     def request_begin(self, request: Request, levels: Levels | None) -> None:
         """Fire ``llmaas_request_begin``."""
         self._call("llmaas_request_begin", request=request, levels=levels)
+
+    def draft(self, request: Request, guess: Guess) -> dict[str, Drafter]:
+        """Fire ``llmaas_draft``; return the drafters by plugin."""
+        found = self._call("llmaas_draft", request=request, guess=guess)
+        return {plugin: drafter for plugin, drafter in found.items() if drafter is not None}
 
     def turn(self, request: Request, n_left: int, seat: Seat | None = None) -> int | None:
         """Fire ``llmaas_turn``; return the least answer, or None if there is none."""

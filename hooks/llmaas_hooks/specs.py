@@ -19,6 +19,7 @@ from llmaas_hooks.markers import hookspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from llmaas_hooks.drafts import Drafter, Guess
     from llmaas_hooks.memory import MemoryClaim
     from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
     from llmaas_hooks.promises import RequestCost
@@ -42,6 +43,7 @@ __all__ = [
     "llmaas_context_free",
     "llmaas_cost",
     "llmaas_decode",
+    "llmaas_draft",
     "llmaas_kv_evict",
     "llmaas_kv_restore",
     "llmaas_kv_save",
@@ -214,6 +216,20 @@ def llmaas_request_begin(request: Request, levels: Levels | None) -> None:
         of ``llmaas_level``.
     Thread: the app's. Cost: once a request; may take milliseconds.
     Errors: with ``on_error = "log"`` the request continues.
+    """
+
+
+@hookspec
+def llmaas_draft(request: Request, guess: Guess) -> Drafter | None:
+    """Offer drafts for a request: tokens that the model verifies several at a time.
+
+    When: after the request's cells were restored. The hook is not called if the app has a draft
+        model of its own, reads tokens (``Request.reads_tokens``), or if the engine cannot remove
+        tokens. Between tokens, the host asks each drafter for a proposal and lets the one with the
+        largest gain make a draft. The model keeps the tokens that it would have sampled itself.
+    Thread: the app's. Cost: once a request; a proposal, once a token, takes microseconds.
+    Returns: a drafter, which is asked until the request's end, or None.
+    Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
     """
 
 

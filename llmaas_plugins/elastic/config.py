@@ -49,3 +49,8 @@ class ElasticConfig(BaseModel):
         default=True,
         description="Add the adapters that were trained for each level, if the file has them.",
     )
+    drafts: bool = Field(
+        default=True,
+        description="Where `flash_weights` streams the model: let a narrow level that memory keeps "
+        "draft tokens for the whole model, as long as that is faster. The text stays the same.",
+    )

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 from llmaas_hooks import (
     ConfigError,
     DecodeStep,
+    Drafter,
     FileStamp,
+    Guess,
     Levels,
     LogitsView,
     MemoryClaim,
@@ -27,6 +29,7 @@ from llmaas_hooks import (
 from llmaas_plugins.elastic.adapters import read_adapters
 from llmaas_plugins.elastic.config import ElasticConfig
 from llmaas_plugins.elastic.contexts import ElasticContext, ElasticModel
+from llmaas_plugins.elastic.drafting import LevelDrafter, LevelDrafts
 from llmaas_plugins.elastic.level_identity import levels_id, levels_key
 from llmaas_plugins.elastic.level_times import ModelTimes, level_times
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
@@ -66,6 +69,7 @@ class ElasticModels:
         self._models: dict[_Key, ElasticModel] = {}
         self._contexts: dict[int, ElasticContext] = {}
         self._chosen: dict[int, float] = {}  # levels at the first token, by the request's id
+        self._drafts: dict[int, LevelDrafts] = {}  # by the model's address
         self._left_alone: dict[str, str] = {}
         self._adapted: set[str] = set()
         self._times: weakref.WeakKeyDictionary[ModelLoad, ModelTimes] = weakref.WeakKeyDictionary()
@@ -137,7 +141,10 @@ class ElasticModels:
     def llmaas_context_free(self, ctx: int) -> None:
         """Stop tracking a context."""
         with self._lock:
-            self._contexts.pop(ctx, None)
+            context = self._contexts.pop(ctx, None)
+            models = {one.native.model for one in self._contexts.values()}
+            if context is not None and context.native.model not in models:
+                self._drafts.pop(context.native.model, None)
 
     @hookimpl
     def llmaas_cost(self, request: Request) -> RequestCost | None:
@@ -175,6 +182,19 @@ class ElasticModels:
             self._n_switches += context.begin(_WHOLE if is_declined else wanted)
             if context.level != context.evaluated:
                 request.engine.require_evaluation()
+
+    @hookimpl
+    def llmaas_draft(self, request: Request, guess: Guess) -> Drafter | None:
+        """Let a narrow level draft for the whole model, if weights are read from a file."""
+        with self._lock:
+            context = self._contexts.get(request.engine.ctx)
+            if context is None or not self._config.drafts or "elastic" in request.declined:
+                return None
+            levels = context.model.levels
+            drafts = self._drafts.setdefault(context.native.model, LevelDrafts(levels))
+        if context.native.file_weights().stats()["bytes"] == 0:
+            return None
+        return LevelDrafter(context, drafts, guess)
 
     @hookimpl
     def llmaas_request_resume(
@@ -255,6 +275,7 @@ class ElasticModels:
                 "switches": self._n_switches,
                 "tokens": {str(level): self._n_tokens[level] for level in sorted(self._n_tokens)},
                 "contexts": [one.report() for one in self._contexts.values()],
+                "drafts": [one.report() for one in self._drafts.values()],
                 "models": {path: one.report() for (path, _), one in self._models.items()},
                 "left_alone": list(self._left_alone.values()),
             }

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from llmaas_hooks import (
     ContextCreate,
     DecodeStep,
+    Drafter,
     Engine,
     LogitsView,
     MemoryClaim,
@@ -137,7 +138,7 @@ class KnnLM:
 
     @hookimpl
     def llmaas_request_begin(self, request: Request) -> None:
-        """Open the datastore on disk if it is new, and prepare mixing and drafts for it."""
+        """Open the datastore on disk if it is new, and prepare mixing for it."""
         engine = request.engine
         self._begun[engine.ctx] = id(request)
         if self._config.learn:
@@ -154,13 +155,17 @@ class KnnLM:
             served.mixer.begin(source, request.tokens, look_back)
             engine.n_outputs = max(1, look_back) if served.can_rewind else 1
             self._interruptible[id(request)] = served, served.mixer.mixing, engine.n_outputs
-        if self._config.drafts:
-            is_on = is_on and not request.reads_tokens
-            self._drafts.begin(engine, request.app, is_on=is_on)
+
+    @hookimpl
+    def llmaas_draft(self, request: Request) -> Drafter | None:
+        """Propose continuations from the app's chats."""
+        if not self._config.drafts or _NAME in request.declined:
+            return None
+        return self._drafts.drafter(request.engine, request.app)
 
     @hookimpl
     def llmaas_request_resume(self, request: Request, n_generated: int) -> None:
-        """Mix and propose as before another request used the engine.
+        """Mix as before another request used the engine.
 
         A datastore that was judged on the prompt keeps its weight. If another one replaced it, that
         one serves the rest of the request.
@@ -177,14 +182,12 @@ class KnnLM:
 
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
-        """Stop mixing and proposing; the device may be idle now."""
+        """Stop mixing; the device may be idle now."""
         self._interruptible.pop(id(request), None)
         if self._begun.get(request.engine.ctx) != id(request):
             return  # it was interrupted, and another request uses the engine
         if (served := self._served.get(request.engine.ctx)) is not None:
             served.mixer.end()
-        if self._config.drafts:
-            self._drafts.end(request.engine)
         if self._config.learn:
             self._learner.request_ended(request.engine)
 

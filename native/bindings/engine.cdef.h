@@ -62,6 +62,7 @@ int llmaas_repack(int32_t type, const int64_t * ne, const void * plain, void * p
 uint64_t llmaas_repack_layout(int32_t type, const int64_t * ne);
 int llmaas_weights_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 bool llmaas_weights_try_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
+int llmaas_weights_keep_level(llmaas_weights * weights, int32_t level);
 typedef struct llmaas_reading {
     uint32_t depth, n_bytes;
     int32_t n_gap;
@@ -69,7 +70,7 @@ typedef struct llmaas_reading {
 int llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_reading * reading);
 typedef struct llmaas_stream_stats {
     uint64_t n_bytes, n_kept, n_arena, n_least, n_hits, n_misses, n_read, n_wasted, stalled_ns;
-    uint64_t n_passing, n_channel_hits, n_channel_misses, n_channel_preloads, n_operands;
+    uint64_t n_passing, n_channel_hits, n_channel_misses, n_channel_preloads, n_operands, n_room, n_first, n_first_kept;
 } llmaas_stream_stats;
 void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
 typedef struct llmaas_operand_spec {
@@ -107,6 +108,7 @@ void llmaas_engine_set_narrow(llmaas_engine * engine, bool is_narrow);
 bool llmaas_engine_is_narrow(const llmaas_engine * engine);
 void llmaas_engine_set_sparse(llmaas_engine * engine, bool is_sparse);
 bool llmaas_engine_is_sparse(const llmaas_engine * engine);
+void llmaas_engine_set_unobserved(llmaas_engine * engine, bool is_unobserved);
 int llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap);
 int llmaas_engine_unsubscribe(llmaas_engine * engine, const void * user);
 const char * llmaas_engine_failure(const llmaas_engine * engine);

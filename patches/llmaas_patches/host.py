@@ -41,8 +41,9 @@ class Host(forks.Forked):
         states: Facts about the states that ``Llama.save_state`` returned.
         with_more_outputs: Contexts whose last batch gave logits that only plugins asked for.
         native: Native backend of this activation; None if no plugin needs it.
+        batch_times: Time that small batches of each engine take (``drafting``).
         real_n_ctx, real_n_seq_max: Original bindings, which return the true numbers.
-        real_decode: Original binding, for batches of several requests.
+        real_decode: Original binding, which calls no hook.
     """
 
     def __init__(self, hooks: HookManager) -> None:
@@ -62,8 +63,9 @@ class Host(forks.Forked):
         self.trackers: dict[int, CellTracker] = {}
         self.states: weakref.WeakKeyDictionary[LlamaState, Known] = weakref.WeakKeyDictionary()
         self.with_more_outputs: set[int] = set()
-        self.real_n_ctx: Callable[[Any], int] = llama_cpp.llama_n_ctx
+        self.batch_times: weakref.WeakKeyDictionary[LlamaEngine, Any] = weakref.WeakKeyDictionary()
         self.real_decode: Callable[[Any, Any], int] = llama_cpp.llama_decode
+        self.real_n_ctx: Callable[[Any], int] = llama_cpp.llama_n_ctx
         self.real_n_seq_max: Callable[[Any], int] = llama_cpp.llama_n_seq_max
         self._engines: weakref.WeakKeyDictionary[Llama, LlamaEngine] = weakref.WeakKeyDictionary()
         self._lock = forks.lock()

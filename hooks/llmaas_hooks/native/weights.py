@@ -157,6 +157,17 @@ class FileWeights(Protocol):
             while a batch is being evaluated.
         """
 
+    def keep_level(self, level: int | None) -> None:
+        """Keep the weights that a level uses before all other weights, from the next batch on.
+
+        Where columns are claimed, the columns in use are kept without the others. If all of it
+        fits, batches at this level then read nothing. The weights stay part of ``set_memory``'s
+        bytes. All contexts of the model share the setting.
+
+        Args:
+            level: Index of the level; None keeps no level first, as in the beginning.
+        """
+
     def set_reading(
         self, *, queue_depth: int = 0, read_size: int = 0, read_gap: int | None = None
     ) -> None:
@@ -182,6 +193,9 @@ class FileWeights(Protocol):
         - ``bytes``: weights in files, with their channels; 0 if there are none.
         - ``kept_bytes``: the part of them in memory.
         - ``least_bytes``: the part of ``kept_bytes`` that experts need in any case.
+        - ``room_bytes``: the most that ``kept_bytes`` may become, without experts and channels.
+        - ``level_bytes``: memory that ``keep_level`` needs; 0 without a level.
+        - ``level_kept_bytes``: the part of ``level_bytes`` that is there.
         - ``arena_bytes``: memory that other weights pass through.
         - ``passing_bytes``: memory that channels pass through.
 

@@ -22,7 +22,7 @@ from llama_cpp import Llama, llama_cpp
 
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
-__all__ = ["attach", "measured_costs", "rollback_obstacle"]
+__all__ = ["attach", "measured_costs", "most_tokens", "obstacle", "rollback_obstacle"]
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 _N_ROUNDS = 5
@@ -41,12 +41,16 @@ def attach(
     Raises:
         ValueError: The engine cannot remove proposed tokens, or has no room for them.
     """
-    largest = max(draft.costs)
-    if reason := _unsupported(llama, largest):
+    if reason := obstacle(llama, draft):
         raise ValueError(f"no drafts: {reason}")
     keep_rows(_may_propose(llama))
-    draft.n_ctx = min(llama.n_ctx(), len(llama.input_ids))
+    draft.n_ctx = most_tokens(llama)
     llama.draft_model = draft
+
+
+def most_tokens(llama: Llama) -> int:
+    """Return how many tokens a context holds together with drafts."""
+    return min(llama.n_ctx(), len(llama.input_ids))
 
 
 def _may_propose(llama: Llama) -> Callable[[int], bool]:
@@ -99,7 +103,9 @@ def rollback_obstacle(llama: Llama) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _unsupported(llama: Llama, largest: int) -> str | None:
+def obstacle(llama: Llama, draft: DatastoreDraft) -> str | None:
+    """Return why an engine cannot verify drafts, or None if it can."""
+    largest = max(draft.costs)
     if (reason := rollback_obstacle(llama)) is not None:
         return reason
     reasons = {

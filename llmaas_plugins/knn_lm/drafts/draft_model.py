@@ -11,6 +11,7 @@ most tokens for its time, or nothing if a single token is as good.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -21,6 +22,7 @@ import numpy as np
 from llama_cpp.llama_speculative import LlamaDraftModel
 from numpy.typing import NDArray
 
+from llmaas_hooks import Proposal
 from llmaas_plugins.knn_lm.drafts.continuation import AcceptanceRates, Continuation, continue_match
 from llmaas_plugins.knn_lm.drafts.suffix_array import (
     LONGEST,
@@ -109,11 +111,55 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
             self._stored, recent = merged, SuffixIndex([])
         self._recent = recent
 
+    def begin(self) -> None:
+        """Take the next text for another one, whatever it begins with."""
+        self._context = _NO_TOKENS
+
+    @property
+    def most(self) -> int:
+        """Most tokens of a draft."""
+        return max(self.costs) - 1
+
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
         """Propose tokens to follow ``input_ids``: none, or a whole batch less one token."""
-        room = self.n_ctx - len(input_ids)
+        proposal = self.propose(input_ids, {})
+        return _NO_TOKENS if proposal is None else np.array(proposal.make(), dtype=np.intc)
+
+    def propose(self, tokens: NDArray[Any], seconds: Mapping[int, float]) -> Proposal | None:
+        """Return the best draft to follow a text, or None if a single token is as good.
+
+        Args:
+            tokens: The text.
+            seconds: Measured times of batches by size, which count if ``costs`` are higher.
+        """
+        room = self.n_ctx - len(tokens)
         if room <= 0:
-            return _NO_TOKENS
+            return None
+        self._continue(tokens)
+        gain, best = self._best(self._measured(seconds))
+        self._context, self._n_proposed = tokens.copy(), 0
+
+        def make() -> list[int]:
+            self._n_proposed = min(len(best), room)
+            return best[:room]
+
+        return Proposal(gain, make) if best else None
+
+    def _measured(self, seconds: Mapping[int, float]) -> Mapping[int, float]:
+        """Return the cost of each size of batch, as measured if that is less.
+
+        Where weights are streamed, a batch costs hardly more than a token. A higher cost may be
+        another program's doing, and would not be measured again.
+        """
+        if 1 not in seconds:
+            return self.costs
+        return {
+            size: min(cost, seconds.get(size, math.inf) / seconds[1])
+            for size, cost in self.costs.items()
+        }
+
+    def _continue(self, input_ids: NDArray[Any]) -> None:
+        """Learn from the new tokens, and find continuations of the text."""
         new_tokens = self._new_tokens(input_ids)
         for continuation, rates in zip(self._continuations, self._rates, strict=False):
             rates.learn(continuation, new_tokens)
@@ -121,12 +167,9 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         self._continuations = [
             continue_match(match, rates) for match, rates in zip(matches, self._rates, strict=True)
         ]
-        tokens = self._best()[:room]
-        self._context, self._n_proposed = input_ids.copy(), len(tokens)
-        return np.array(tokens, dtype=np.intc)
 
     def _matches(
-        self, input_ids: NDArray[np.intc], new_tokens: list[int]
+        self, input_ids: NDArray[Any], new_tokens: list[int]
     ) -> tuple[SuffixMatch, SuffixMatch, SuffixMatch]:
         """Match the context in stored texts, in itself, and along the place it last followed."""
         n_ahead = max(self.costs) - 1
@@ -141,28 +184,32 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
             self._followed = _Followed(self._followed.texts, followed)
         return stored, match_within(input_ids, n_ahead), followed
 
-    def _best(self) -> list[int]:
-        """Return the tokens of the batch with the most expected tokens for its time, padded."""
-        best, gain = [], 1.0
+    def _best(self, costs: Mapping[int, float]) -> tuple[float, list[int]]:
+        """Return the batch with the most expected tokens for its time: its gain, and its draft.
+
+        The draft is padded; it is empty if a single token is as good.
+        """
+        best, gain = list[int](), 1.0
         for continuation in self._continuations:
             expected = list(accumulate(accumulate(continuation.chances, mul), initial=1.0))
-            for size, cost in self.costs.items():
+            for size, cost in costs.items():
                 n_tokens = min(size, len(expected))
                 if n_tokens > 1 and expected[n_tokens - 1] / cost > gain:
                     gain = expected[n_tokens - 1] / cost
                     tokens = continuation.tokens[: size - 1]
                     best = tokens + tokens[-1:] * (size - 1 - len(tokens))
-        return best
+        return gain, best
 
-    def _new_tokens(self, input_ids: NDArray[np.intc]) -> list[int]:
+    def _new_tokens(self, input_ids: NDArray[Any]) -> list[int]:
         """Return the tokens added since the last call, or an empty list if this is another text."""
         n, n_proposed = len(self._context), self._n_proposed
         n_new = len(input_ids) - n
-        is_longer = n > 0 and 0 < n_new <= n_proposed + 1
+        is_longer = n > 0 and 0 < n_new <= max(self.costs)  # another drafter's may be among them
         if not is_longer or not np.array_equal(input_ids[:n], self._context):
             return []
         passes, proposed, accepted = self.counts
-        self.counts = DraftCounts(passes + 1, proposed + n_proposed, accepted + n_new - 1)
+        n_accepted = min(n_new - 1, n_proposed)
+        self.counts = DraftCounts(passes + 1, proposed + n_proposed, accepted + n_accepted)
         return input_ids[n:].tolist()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from pathlib import Path
@@ -14,7 +13,7 @@ from llmaas_hooks import Engine, StoreError, forks
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import segment_files
 from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
-from llmaas_plugins.knn_lm.drafts.attachment import attach
+from llmaas_plugins.knn_lm.drafts.attachment import most_tokens, obstacle
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
 __all__ = ["DraftRegistry"]
@@ -52,8 +51,8 @@ class DraftRegistry:
         self._seen_files: list[tuple[str, int]] | None = None
         self.n_bytes = 0
 
-    def begin(self, engine: Engine, app: str | None, *, is_on: bool) -> None:
-        """Attach the app's draft to the engine for a request, or leave the engine without one.
+    def drafter(self, engine: Engine, app: str | None) -> DatastoreDraft | None:
+        """Return the app's drafts for a request; None if there are none.
 
         Raises:
             StoreError: The archive is damaged, or belongs to another model.
@@ -61,31 +60,24 @@ class DraftRegistry:
         with self._lock:  # several engines' threads call this
             files = _files(self._store)
             if not files and not self._owners:
-                return  # nothing has been built yet
+                return None  # nothing has been built yet
             if engine.load is None:  # the file at the model's path may have been replaced
                 self._warn_once(
                     engine, "its model was loaded before the activation, or trained since"
                 )
-                return
+                return None
             if files != self._seen_files:
                 self._update(engine)
                 self._seen_files = files
             key = app if app in self._owners.values() else None
             drafts = self._drafts.setdefault(engine, {})
             if key not in drafts:
-                drafts[key] = self._attached(engine, key)
-            self.end(engine)
+                drafts[key] = self._made(engine, key)
             draft = drafts[key]
             self.n_bytes = sum(one.n_bytes for one in self._all())
-        if is_on and draft is not None and engine.llama.draft_model is None:
-            engine.llama.draft_model = draft
-
-    def end(self, engine: Engine) -> None:
-        """Detach the draft, so that tokens that the app evaluates itself keep no extra logits."""
-        with self._lock, contextlib.suppress(ReferenceError):  # the engine may have been freed
-            llama = engine.llama
-            if any(llama.draft_model is draft for draft in self._drafts.get(engine, {}).values()):
-                llama.draft_model = None
+        if draft is not None:
+            draft.begin()
+        return draft
 
     def stats(self) -> dict[str, int]:
         """Return the tokens proposed and accepted so far, and the drafts' memory in bytes."""
@@ -97,10 +89,8 @@ class DraftRegistry:
         }
 
     def close(self) -> None:
-        """Detach all draft models."""
+        """Forget all drafts."""
         with self._lock:
-            for engine in list(self._drafts):
-                self.end(engine)
             self._drafts.clear()
             self.n_bytes = 0
 
@@ -127,16 +117,14 @@ class DraftRegistry:
                 if draft is not None and owner in (None, app):
                     draft.update(tokens)
 
-    def _attached(self, engine: Engine, app: str | None) -> DatastoreDraft | None:
+    def _made(self, engine: Engine, app: str | None) -> DatastoreDraft | None:
         with self._opened(engine) as archive:
             ids = [id_ for id_, owner in self._owners.items() if owner in (None, app)]
             draft = DatastoreDraft(archive.tokens(id_) for id_ in ids)
-        llama = engine.llama
-        try:
-            attach(llama, draft, engine.keep_rows)
-        except ValueError as error:
-            self._warn_once(engine, str(error))
+        if reason := obstacle(engine.llama, draft):
+            self._warn_once(engine, f"no drafts: {reason}")
             return None
+        draft.n_ctx = most_tokens(engine.llama)
         return draft
 
     def _warn_once(self, engine: Engine, reason: str) -> None:

@@ -270,7 +270,10 @@ static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph
     ggml_backend_cpu_set_threadpool(backend, next_pool);
     pthread_mutex_lock(&engine->lock.mutex);
     engine->lock.is_computing     = true;
+    const int n_taps              = engine->taps.n_taps;
+    engine->taps.n_taps           = engine->is_unobserved ? 0 : n_taps;
     const enum ggml_status status = engine->lock.is_void ? is_void(engine) : compute(engine, graph);
+    engine->taps.n_taps           = n_taps;
     engine->lock.is_computing     = false;
     pthread_mutex_unlock(&engine->lock.mutex);
     return status;
@@ -337,6 +340,8 @@ bool llmaas_engine_is_narrow(const llmaas_engine * engine) { return engine->is_n
 
 void llmaas_engine_set_sparse(llmaas_engine * engine, bool is_sparse) { engine->is_sparse = is_sparse; }
 bool llmaas_engine_is_sparse(const llmaas_engine * engine) { return engine->is_sparse; }
+
+void llmaas_engine_set_unobserved(llmaas_engine * engine, bool is_unobserved) { engine->is_unobserved = is_unobserved; }
 
 llmaas_status llmaas_engine_subscribe(llmaas_engine * engine, const llmaas_tap * tap) {
     pthread_mutex_lock(&engine->lock.mutex);

@@ -20,7 +20,7 @@ struct llmaas_engine {
     ggml_backend_t      cpu;  /* the CPU backend whose context `base` uses */
     llmaas_weights *    weights;
     atomic_int          level;
-    atomic_bool         is_narrow, is_sparse;
+    atomic_bool         is_narrow, is_sparse, is_unobserved;
 
     llmaas_fork_lock lock; /* held while a graph is computed; guards the members below */
     llmaas_taps     taps;

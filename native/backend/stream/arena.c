@@ -37,6 +37,7 @@ struct llmaas_arena {
     llmaas_reading reading;
     llmaas_graph * graph;    /* being computed */
     bool           is_blank; /* the graph failed, and the memory holds zeros */
+    bool           is_begun; /* the graph has used nothing yet, so the plan is of the graph before */
 
     char * memory;
     size_t n_bytes, n_least;
@@ -154,8 +155,6 @@ static bool set_reads(const llmaas_arena * arena, load * l) {
     return ok;
 }
 
-static bool is_whole(const use * u) { return u->of.n_bytes == u->piece->n_bytes && u->of.width == u->of.stride; }
-
 /* Return what to read for a use: all of a piece that is to be kept, and gaps too short to be worth skipping. */
 static use read_for(const use * u) {
     use read = *u;
@@ -172,7 +171,8 @@ static use read_for(const use * u) {
  * or no memory. */
 static load * next_load(llmaas_arena * arena) {
     while (arena->n_loaded == arena->n_plan && arena->n_ahead < arena->n_plan &&
-           arena->plan[arena->n_ahead].piece->is_wanted && is_whole(&arena->plan[arena->n_ahead])) {
+           arena->plan[arena->n_ahead].piece->is_wanted &&
+           llmaas_piece_is_whole(arena->plan[arena->n_ahead].piece, &arena->plan[arena->n_ahead].of)) {
         arena->n_ahead++; /* it will be kept by then */
     }
     const bool is_ahead = arena->n_loaded == arena->n_plan;
@@ -237,13 +237,11 @@ static void cut_loads(llmaas_arena * arena, size_t n) {
     }
 }
 
-/* Release the oldest load; if its piece is wanted, keep it. */
+/* Release the oldest load; keep what is wanted of its piece. */
 static void release(llmaas_arena * arena) {
-    const load *   l     = load_at(arena, 0);
-    llmaas_piece * piece = l->of.piece;
-    if (piece->is_wanted && !piece->is_kept && is_whole(&l->of) && !llmaas_graph_failed(arena->graph)) {
-        memcpy(piece->home, bytes_of(arena, l), piece->n_bytes);
-        piece->is_kept = true;
+    const load * l = load_at(arena, 0);
+    if (!llmaas_graph_failed(arena->graph)) {
+        llmaas_piece_keep(l->of.piece, &l->of.of, bytes_of(arena, l));
     }
     arena->first = (arena->first + 1) % MAX_LOADS;
     arena->n_loads--;
@@ -290,7 +288,7 @@ void llmaas_arena_set_least(llmaas_arena * arena, uint64_t n_bytes) {
 void llmaas_arena_begin(llmaas_arena * arena, llmaas_graph * graph) {
     arena->graph    = graph;
     arena->is_blank = false;
-    arena->n_plan   = 0;
+    arena->is_begun = true;
 }
 
 /* Let the rest of a failed graph compute with zeros. From other bytes it could write NaN to KV cells, and attention
@@ -337,6 +335,8 @@ static void fetch(void * arg, int ith, int nth) {
 
 bool llmaas_arena_use(
     llmaas_arena * arena, llmaas_piece * piece, const llmaas_strided * used, struct ggml_tensor * weight, size_t n_before) {
+    arena->n_plan   = arena->is_begun ? 0 : arena->n_plan;
+    arena->is_begun = false;
     use * plan = llmaas_grown(arena->plan, arena->n_plan, &arena->plan_capacity, sizeof *plan);
     if (!plan) {
         return false;
@@ -368,8 +368,10 @@ static size_t n_foreseen(llmaas_arena * arena) {
     return i;
 }
 
+/* A graph that uses nothing leaves time to read ahead for the next one. */
 bool llmaas_arena_start(llmaas_arena * arena) {
-    if (arena->n_plan == 0) {
+    if (arena->is_begun) {
+        submit(arena);
         return true;
     }
     if (!make_memory(arena)) {
@@ -386,8 +388,7 @@ bool llmaas_arena_start(llmaas_arena * arena) {
 }
 
 void llmaas_arena_end(llmaas_arena * arena) {
-    const bool is_whole = arena->n_fetched == arena->n_plan && !llmaas_graph_failed(arena->graph);
-    if (arena->n_plan > 0 && is_whole) {
+    if (arena->n_plan > 0 && arena->n_fetched == arena->n_plan && !llmaas_graph_failed(arena->graph)) {
         while (arena->n_used < arena->n_plan) {
             release(arena);
         }

@@ -1,7 +1,7 @@
 /* The arena: a ring of memory into which pieces that are not kept are read, ahead of their use.
  *
  * Graphs use pieces in the same order again and again. So the order of the last graph is what is read ahead for the
- * next, even while nothing is computed. */
+ * next, even while nothing is computed, or graphs that find everything in memory are. */
 #ifndef LLMAAS_ARENA_H
 #define LLMAAS_ARENA_H
 

@@ -40,7 +40,11 @@ void llmaas_pieces_free(llmaas_pieces * pieces) {
 llmaas_piece_stats llmaas_pieces_read_stats(const llmaas_pieces * pieces) {
     llmaas_piece_stats stats = {.n_bytes = pieces->n_bytes};
     for (size_t i = 0; i < pieces->n; i++) {
-        stats.n_kept += pieces->all[i]->is_kept ? pieces->all[i]->n_bytes : 0;
+        const llmaas_piece * piece = pieces->all[i];
+        const bool           has   = piece->is_kept || piece->has_first;
+        stats.n_kept += piece->is_kept ? piece->n_bytes : piece->has_first ? piece->n_first : 0;
+        stats.n_first += piece->n_first;
+        stats.n_first_kept += has ? piece->n_first : 0;
     }
     return stats;
 }
@@ -64,6 +68,24 @@ void llmaas_pieces_never_keep(llmaas_pieces * pieces, llmaas_piece * piece) {
     pieces->n_bytes -= piece->is_never_kept ? 0 : piece->n_bytes;
     pieces->is_stale     = true;
     piece->is_never_kept = true;
+}
+
+/* -- bytes that are kept first ----------------------------------------------------------------------------------- */
+
+static bool is_whole(const llmaas_piece * piece) { return piece->n_first == piece->n_bytes; }
+
+/* Keep a piece as a whole if the bytes are most of it. */
+void llmaas_pieces_keep_first(llmaas_pieces * pieces, llmaas_piece * piece, const llmaas_strided * first) {
+    const llmaas_strided all     = {piece->n_bytes, piece->n_bytes, piece->n_bytes};
+    const size_t         n_first = llmaas_piece_first_bytes(piece, first);
+    const bool           is_most = n_first > piece->n_bytes / 4 * 3;
+    if (piece->has_first && !piece->is_kept) {
+        llmaas_pages_release(llmaas_pages_in(piece->home, piece->n_bytes));
+    }
+    piece->first     = is_most ? all : *first;
+    piece->n_first   = is_most ? piece->n_bytes : n_first;
+    piece->has_first = piece->wants_first = false;
+    pieces->is_stale = true;
 }
 
 /* -- what graphs use --------------------------------------------------------------------------------------------- */
@@ -107,11 +129,20 @@ void llmaas_pieces_age(llmaas_pieces * pieces) {
 
 bool llmaas_pieces_are_stale(const llmaas_pieces * pieces) { return pieces->is_stale; }
 
+static double share_first(const llmaas_piece * piece) { return (double) piece->n_first / (double) piece->n_bytes; }
+
 static int by_use_and_order(const void * a, const void * b) {
     const llmaas_piece * x = *(llmaas_piece * const *) a, * y = *(llmaas_piece * const *) b;
-    return use_of(x) != use_of(y) ? use_of(y) - use_of(x)
-                                  : (x->keep_order > y->keep_order) - (x->keep_order < y->keep_order);
+    if (use_of(x) != use_of(y)) {
+        return use_of(y) - use_of(x);
+    }
+    if (share_first(x) < share_first(y) || share_first(x) > share_first(y)) {
+        return share_first(x) < share_first(y) ? 1 : -1;
+    }
+    return (x->keep_order > y->keep_order) - (x->keep_order < y->keep_order);
 }
+
+static bool may_be_kept(const llmaas_piece * piece) { return piece->keep_order >= 0 && !piece->is_never_kept; }
 
 /* Pieces that no graph has used are not wanted. */
 void llmaas_pieces_choose(llmaas_pieces * pieces, uint64_t n_bytes) {
@@ -121,10 +152,14 @@ void llmaas_pieces_choose(llmaas_pieces * pieces, uint64_t n_bytes) {
     }
     qsort(pieces->all, pieces->n, sizeof *pieces->all, by_use_and_order);
     for (size_t i = 0; i < pieces->n; i++) {
-        llmaas_piece * piece  = pieces->all[i];
-        const bool     may_be = piece->keep_order >= 0 && !piece->is_never_kept;
-        n_wanted += may_be ? piece->n_bytes : 0;
-        piece->is_wanted = may_be && n_wanted <= n_bytes;
+        llmaas_piece * piece = pieces->all[i];
+        n_wanted += may_be_kept(piece) ? piece->n_first : 0;
+        piece->wants_first = piece->n_first > 0 && may_be_kept(piece) && n_wanted <= n_bytes;
+    }
+    for (size_t i = 0; i < pieces->n; i++) {
+        llmaas_piece * piece = pieces->all[i];
+        n_wanted += may_be_kept(piece) ? piece->n_bytes - piece->n_first : 0;
+        piece->is_wanted = may_be_kept(piece) && (is_whole(piece) ? piece->wants_first : n_wanted <= n_bytes);
     }
 }
 
@@ -132,9 +167,11 @@ void llmaas_pieces_set_memory(llmaas_pieces * pieces, uint64_t n_bytes) {
     llmaas_pieces_choose(pieces, n_bytes);
     for (size_t i = 0; i < pieces->n; i++) {
         llmaas_piece * piece = pieces->all[i];
-        if (piece->is_kept && !piece->is_wanted) {
+        if (piece->is_kept && !piece->is_wanted && piece->wants_first) {
+            llmaas_piece_keep_first_only(piece);
+        } else if ((piece->is_kept && !piece->is_wanted) || (piece->has_first && !piece->wants_first)) {
             llmaas_pages_release(llmaas_pages_in(piece->home, piece->n_bytes));
-            piece->is_kept = false;
+            piece->has_first = piece->is_kept = false;
         }
     }
     pieces->is_stale = false;

@@ -2,7 +2,9 @@
  *
  * Kept pieces are spread evenly over the order in which graphs use them: then neither reading nor computing waits for
  * the other at a long stretch of pieces of one kind. Pieces that recent graphs used in full are kept first, then those
- * used in part: what a level leaves out makes way for what it needs. */
+ * used in part: what a level leaves out makes way for what it needs. Before all of these come the bytes that are to be
+ * kept first (llmaas_pieces_keep_first): they may be a part of a piece. The rest of such a piece comes next, as it costs
+ * less memory than another piece, and saves as much reading. */
 #ifndef LLMAAS_PIECES_H
 #define LLMAAS_PIECES_H
 
@@ -13,6 +15,8 @@ typedef struct llmaas_pieces llmaas_pieces;
 typedef struct llmaas_piece_stats {
     uint64_t n_bytes; /* bytes of all pieces that may be kept */
     uint64_t n_kept;  /* bytes of those that are */
+    uint64_t n_first; /* bytes of memory for what is to be kept first */
+    uint64_t n_first_kept; /* bytes of n_first that memory holds */
 } llmaas_piece_stats;
 
 /* Create a set of pieces that are read into `arena`, which must outlive it. NULL if out of memory. */
@@ -25,6 +29,9 @@ uint64_t           llmaas_pieces_bytes(const llmaas_pieces * pieces); /* n_bytes
 llmaas_piece * llmaas_pieces_add(llmaas_pieces * pieces, const llmaas_piece * piece);
 /* Stop keeping a piece: from the next graph on, it is only read for graphs that use it in full. */
 void llmaas_pieces_never_keep(llmaas_pieces * pieces, llmaas_piece * piece);
+
+/* Keep these bytes of a piece before all others, from the next graph on; n_bytes 0: none of them. */
+void llmaas_pieces_keep_first(llmaas_pieces * pieces, llmaas_piece * piece, const llmaas_strided * first);
 
 /* Count a graph: what was used long ago matters less and less. */
 void llmaas_pieces_age(llmaas_pieces * pieces);

@@ -62,6 +62,14 @@ void llmaas_stream_never_keep(llmaas_stream * stream, llmaas_piece * piece) {
     pthread_mutex_unlock(&stream->lock.mutex);
 }
 
+void llmaas_stream_keep_first(llmaas_stream * stream, llmaas_piece * piece, const llmaas_strided * first) {
+    pthread_mutex_lock(&stream->lock.mutex);
+    if (!stream->lock.is_void) {
+        llmaas_pieces_keep_first(stream->budget.pieces, piece, first);
+    }
+    pthread_mutex_unlock(&stream->lock.mutex);
+}
+
 /* -- settings and statistics ------------------------------------------------------------------------------------- */
 
 static bool set_reading(llmaas_stream * stream, const llmaas_reading * reading) {
@@ -140,7 +148,8 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
     const llmaas_arena_stats arena  = llmaas_arena_read_stats(stream->arena);
     *stats = (llmaas_stream_stats) {
         .n_bytes = pieces.n_bytes, .n_kept = pieces.n_kept, .n_arena = arena.n_bytes, .n_read = arena.n_read,
-        .n_wasted = arena.n_wasted, .stalled_ns = arena.stalled_ns};
+        .n_wasted = arena.n_wasted, .stalled_ns = arena.stalled_ns, .n_room = llmaas_memory_budget_of_pieces(&stream->budget), .n_first = pieces.n_first,
+        .n_first_kept = pieces.n_first_kept};
     if (stream->budget.experts) {
         const llmaas_expert_stats experts = llmaas_experts_read_stats(stream->budget.experts);
         add_experts(stats, &experts);

@@ -20,6 +20,9 @@ llmaas_channels * llmaas_stream_channels(llmaas_stream * stream);
 /* Stop keeping a piece: from the next graph on, it is only read for graphs that use it in full. */
 void llmaas_stream_never_keep(llmaas_stream * stream, llmaas_piece * piece);
 
+/* Keep these bytes of a piece before all others (pieces.h). Waits for the graph being computed. */
+void llmaas_stream_keep_first(llmaas_stream * stream, llmaas_piece * piece, const llmaas_strided * first);
+
 /* Set the bytes of pieces, experts and channels that may be kept, and of the arena that the others are read into.
  * Excess memory is given back before the call returns, once the graph being computed is done. With n_arena 0 the arena
  * is also given back, until the next graph. */

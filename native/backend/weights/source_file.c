@@ -165,28 +165,52 @@ static llmaas_strided used_of(const struct state * state, int64_t n_rows, int64_
         (size_t) n_rows * state->as.nb[1], stride, (size_t) row_step * ggml_row_size(state->as.type, n_columns)};
 }
 
-/* Multiply with rows of one piece that is read, or of one or several that are kept. */
+/* Return the bytes that n rows use of piece i, which may be fewer than its own; n_bytes 0: none. */
+static llmaas_strided used_of_piece(const struct state * state, size_t i, int64_t n_rows, int64_t n_columns) {
+    const int64_t n_left = n_rows - (int64_t) i * state->n_rows;
+    return used_of(state, n_left <= 0 ? 0 : n_left < state->n_rows ? n_left : state->n_rows, n_columns);
+}
+
+static bool has_piece(const struct state * state, size_t i, int64_t n_rows, int64_t n_columns) {
+    const llmaas_strided used = used_of_piece(state, i, n_rows, n_columns);
+    return llmaas_piece_has(state->pieces[i], &used);
+}
+
+void llmaas_file_keep_first(llmaas_weight * weight, int64_t n_rows, int64_t n_columns) {
+    const struct state * state = weight->state;
+    for (size_t i = 0; state->pieces && i < state->n_pieces; i++) {
+        const llmaas_strided first = used_of_piece(state, i, n_rows, n_columns);
+        llmaas_stream_keep_first(state->stream, state->pieces[i], &first);
+    }
+}
+
+/* Multiply with rows of one piece that is read, or of one or several that memory holds. */
 static bool multiply_rows(
     const struct state * state, llmaas_graph * graph, struct ggml_tensor * node, llmaas_piece * const * pieces, int64_t first,
-    int64_t n, int64_t n_columns) {
+    int64_t n, int64_t n_columns, bool is_held) {
     struct ggml_tensor * product = llmaas_product_of(graph, &state->as, node, first, n, n_columns);
     if (!product) {
         return false;
     }
     product->src[0]->data = pieces[0]->home;
-    for (int64_t i = 0; pieces[0]->is_kept && i * state->n_rows < n; i++) {
+    if (is_held && !llmaas_piece_is_in_place(pieces[0])) {
+        int64_t row_step, column_step;
+        llmaas_weight_steps(&state->as, &row_step, &column_step);
+        product->src[0]->nb[1] = pieces[0]->first.width / (size_t) row_step;
+    }
+    for (int64_t i = 0; is_held && i * state->n_rows < n; i++) {
         const int64_t       n_left = n - i * state->n_rows;
         const llmaas_strided used = used_of(state, n_left < state->n_rows ? n_left : state->n_rows, n_columns);
         llmaas_pieces_note(state->file_pieces, pieces[i], &used);
     }
     const llmaas_strided used = used_of(state, n, n_columns);
-    if (!pieces[0]->is_kept && !llmaas_pieces_use(state->file_pieces, pieces[0], &used, product->src[0], 0)) {
+    if (!is_held && !llmaas_pieces_use(state->file_pieces, pieces[0], &used, product->src[0], 0)) {
         return false;
     }
     return append(state, graph, product);
 }
 
-/* Multiply with all pieces; adjacent kept pieces are multiplied together. */
+/* Multiply with all pieces; adjacent pieces that memory holds are multiplied together. */
 static bool multiply(
     const llmaas_weight * weight, llmaas_graph * graph, struct ggml_tensor * node, int64_t n_rows, int64_t n_columns) {
     const struct state * state = weight->state;
@@ -197,13 +221,15 @@ static bool multiply(
         return llmaas_columns_multiply(&state->columns, graph, node);
     }
     for (int64_t first = 0; first < n_rows;) {
-        const size_t begin = (size_t) (first / state->n_rows);
-        size_t       i     = begin;
-        while (state->pieces[i]->is_kept && i + 1 < state->n_pieces && state->pieces[i + 1]->is_kept) {
+        const size_t begin   = (size_t) (first / state->n_rows);
+        const bool   is_held = has_piece(state, begin, n_rows, n_columns);
+        size_t       i       = begin;
+        while (is_held && llmaas_piece_is_in_place(state->pieces[i]) && i + 1 < state->n_pieces &&
+               llmaas_piece_is_in_place(state->pieces[i + 1]) && has_piece(state, i + 1, n_rows, n_columns)) {
             i++;
         }
         const int64_t end = ((int64_t) i + 1) * state->n_rows < n_rows ? ((int64_t) i + 1) * state->n_rows : n_rows;
-        if (!multiply_rows(state, graph, node, state->pieces + begin, first, end - first, n_columns)) {
+        if (!multiply_rows(state, graph, node, state->pieces + begin, first, end - first, n_columns, is_held)) {
             return false;
         }
         first = end;

@@ -180,6 +180,23 @@ bool llmaas_weights_try_set_memory(llmaas_weights * weights, uint64_t n_kept, ui
     return !weights->stream || llmaas_stream_try_set_memory(weights->stream, n_kept, n_arena);
 }
 
+/* At a level that is not there, nothing is used. */
+llmaas_status llmaas_weights_keep_level(llmaas_weights * weights, int32_t level) {
+    if (!weights->stream) {
+        return LLMAAS_EINVAL;
+    }
+    llmaas_weights_begin_change(weights);
+    for (size_t i = 0; i < weights->n_entries; i++) {
+        llmaas_weight * weight = weights->entries[i];
+        if (weight->source == &llmaas_source_file && weight->tensor) {
+            const llmaas_extent used = level < 0 ? (llmaas_extent) {0} : llmaas_weight_extent(weight, level);
+            llmaas_file_keep_first(weight, used.n_rows, used.n_columns);
+        }
+    }
+    llmaas_weights_end_change(weights);
+    return LLMAAS_OK;
+}
+
 llmaas_status llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_reading * reading) {
     if (!weights->stream || reading->depth > LLMAAS_IO_MAX_DEPTH || reading->n_bytes > LLMAAS_MAX_READ_BYTES ||
         reading->n_bytes % READ_ALIGN != 0) {

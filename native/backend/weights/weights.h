@@ -56,6 +56,8 @@ void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool i
 /* From the next graph on, compute one-token products of such a weight from the columns (channels.h) in its operand.
  * Copies scales and mins. EINVAL: the weight has another shape, or already has columns. ESPACE: out of memory. */
 llmaas_status llmaas_file_columns(llmaas_weight * weight, const llmaas_columns * columns);
+/* Keep the first n_rows × n_columns of a weight before the rest of all weights, from the next graph on; no rows: none. */
+void llmaas_file_keep_first(llmaas_weight * weight, int64_t n_rows, int64_t n_columns);
 /* Stop keeping the pieces of a weight that has columns: they are only read for graphs that use them in full. */
 void llmaas_file_never_keep(llmaas_weight * weight);
 

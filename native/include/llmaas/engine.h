@@ -94,6 +94,10 @@ LLMAAS_API llmaas_status llmaas_weights_set_memory(llmaas_weights * weights, uin
 /* Do the same unless a graph is being computed; then change nothing and return false. */
 LLMAAS_API bool llmaas_weights_try_set_memory(llmaas_weights * weights, uint64_t n_kept, uint64_t n_arena);
 
+/* Keep what graphs use at this level before everything else, from the next graph on; a negative level keeps nothing so.
+ * Waits for the graph being computed. EINVAL: no weight is in a file. */
+LLMAAS_API llmaas_status llmaas_weights_keep_level(llmaas_weights * weights, int32_t level);
+
 /* How weights in files are read. */
 typedef struct llmaas_reading {
     uint32_t depth;   /* most reads in flight, up to LLMAAS_IO_MAX_DEPTH; 0: 16, or 64 for channels read on demand */
@@ -120,6 +124,9 @@ typedef struct llmaas_stream_stats {
                                                 * far */
     uint64_t n_channel_preloads; /* channel misses that had been read ahead */
     uint64_t n_operands;      /* operands with channels in a file */
+    uint64_t n_room;          /* bytes of the weights that may be kept without experts and channels */
+    uint64_t n_first, n_first_kept; /* bytes of memory for what is kept before everything else, and those that it
+                                     * holds now */
 } llmaas_stream_stats;
 /* Fill in the statistics; all 0 if no weights are in files or `weights` is NULL. */
 LLMAAS_API void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
@@ -227,6 +234,9 @@ LLMAAS_API bool llmaas_engine_is_narrow(const llmaas_engine * engine);
  * next graph on. Initially false. Other graphs multiply with every value. */
 LLMAAS_API void llmaas_engine_set_sparse(llmaas_engine * engine, bool is_sparse);
 LLMAAS_API bool llmaas_engine_is_sparse(const llmaas_engine * engine);
+
+/* Set whether graphs are hidden from taps, from the next graph on. Initially false. */
+LLMAAS_API void llmaas_engine_set_unobserved(llmaas_engine * engine, bool is_unobserved);
 
 /* Add or remove a tap; wait for the graph being computed. The tap's struct is copied; `user` identifies it. ESPACE: 16
  * taps are subscribed. EINVAL: no tap has this `user`. */

@@ -99,6 +99,22 @@ class BackendContext:
             self._apply_sparse()
 
     @contextlib.contextmanager
+    def unobserved(self, level: int) -> Iterator[None]:
+        """Compute batches in the block at a level, and hide them from taps."""
+        with self._lock:
+            lib, engine = self._library.lib, self._open()
+            former = lib.llmaas_engine_level(engine)
+            lib.llmaas_engine_set_unobserved(engine, True)
+            lib.llmaas_engine_set_level(engine, level)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._engine is not None:  # otherwise the level is that of the suite's end
+                    lib.llmaas_engine_set_level(engine, former)
+                    lib.llmaas_engine_set_unobserved(engine, False)
+
+    @contextlib.contextmanager
     def whole_batch(self) -> Iterator[None]:
         """Compute every token in the block exactly, even if a batch is split down to one token."""
         self._add_whole(1)
@@ -197,6 +213,7 @@ class BackendContext:
                 self._library.lib.llmaas_engine_set_level(self._engine, -1)
                 self._library.lib.llmaas_engine_set_narrow(self._engine, False)
                 self._library.lib.llmaas_engine_set_sparse(self._engine, False)
+                self._library.lib.llmaas_engine_set_unobserved(self._engine, False)
                 self.is_sparse = False
                 self._engine = None
 

@@ -246,6 +246,22 @@ class NativeHost:
         if context is not None:
             self._hooks.native_context(context)
 
+    def level(self, ctx: int) -> int:
+        """Return the index of a context's level; 0 for a context that has none."""
+        context = self._contexts.get(ctx)
+        return 0 if context is None else context.level
+
+    def unobserved(self, ctx: int, level: int) -> contextlib.AbstractContextManager[None]:
+        """Compute a context's batches in the block at a level, and hide them from taps.
+
+        Raises:
+            ReferenceError: The context has no native one.
+        """
+        context = self._contexts.get(ctx)
+        if context is None:
+            raise ReferenceError("the context was freed or the suite was deactivated")
+        return context.unobserved(level)
+
     def is_sparse(self, ctx: int) -> bool:
         """Return whether a context computes batches of one token sparsely."""
         context = self._contexts.get(ctx)

@@ -41,6 +41,12 @@ class Weights:
             lib.llmaas_weights_set_memory(table, kept, arena)
             return True
 
+    def keep_level(self, level: int | None) -> None:
+        """Keep first the weights that a level uses; None keeps no level first."""
+        index = -1 if level is None else level
+        with self._context._alive():
+            self._library.lib.llmaas_weights_keep_level(self._context._table, index)
+
     def set_reading(
         self, *, queue_depth: int = 0, read_size: int = 0, read_gap: int | None = None
     ) -> None:
@@ -74,6 +80,9 @@ class Weights:
             "wasted_bytes": stats.n_wasted,
             "stalled_ns": stats.stalled_ns,
             "passing_bytes": stats.n_passing,
+            "room_bytes": stats.n_room,
+            "level_bytes": stats.n_first,
+            "level_kept_bytes": stats.n_first_kept,
             "operands": stats.n_operands,
             "channel_hits": stats.n_channel_hits,
             "channel_misses": stats.n_channel_misses,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ from llama_cpp import Llama, LlamaState
 
 from llmaas_hooks import request_scope
 from llmaas_patches.cell_tracker import CellTracker, address
+from llmaas_patches.drafting import Drafting
 from llmaas_patches.host import Host
 
 __all__ = [
@@ -119,10 +121,14 @@ def wrap_eval(host: Host, original: Function) -> Function:
         if tracker.due:
             tracker.end_paused()
         start, ctx, n_tokens = self.n_tokens, address(self.ctx), len(tokens)
+        drafting = self.draft_model if isinstance(self.draft_model, Drafting) else None
+        began = 0.0 if drafting is None else time.perf_counter()
         tracker.is_evaluating = True
         try:
             with _NO_BLOCK if host.native is None else host.native.batch_of(ctx, n_tokens):
                 original(self, tokens)
+            if drafting is not None:
+                drafting.evaluated(n_tokens, time.perf_counter() - began)
         except BaseException:
             self._requires_eval = True  # the logits may be of an unrecorded batch
             raise

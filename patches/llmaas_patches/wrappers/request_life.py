@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmaas_hooks import Levels, Request, RequestScope, RequestStats
+from llmaas_patches.drafting import Drafting
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host
 from llmaas_patches.seats import Seat
@@ -98,6 +99,7 @@ class End:
         n_held: Tokens in ``Llama``'s records when the last token was given to the app.
         levels: Result of the hook ``llmaas_level``.
         seat: Place of the request while others use the engine; None if it cannot lie aside.
+        drafting: Plugins' drafts for the request, or None.
         is_sound: Whether the tokens of all cells that the request continues from are known.
         is_begun: Whether plugins may know the request.
         saves: Whether the request's cells must still be saved.
@@ -113,6 +115,7 @@ class End:
         self.n_reused = self.n_held = 0
         self.seat: Seat | None = None
         self.levels: Levels | None = None
+        self.drafting: Drafting | None = None
         self.is_sound = self.is_begun = self.saves = False
         self.is_waiting = self.is_away = False
 
@@ -149,6 +152,8 @@ class End:
         if self.is_away:
             self.is_away = False
             engine.begin(self)
+            if self.drafting is not None:
+                self.drafting.attach()
 
     def give_up(self) -> None:
         """End the request if it is away or aside: its cells are saved already, or given up."""
@@ -162,8 +167,7 @@ class End:
             self.is_away = True  # first, as the cells are another request's from now on
             if self.saves:
                 self._save(is_over=False)
-            if not self.engine.app_drafts:  # a plugin's, which attaches it again
-                self.engine.llama.draft_model = None
+            self._detach()
             return
         request, stats = self.request, self.run.clock.stats
         try:
@@ -173,9 +177,16 @@ class End:
             if saves:
                 self._save(is_over=True)
         finally:
-            if self.is_begun:
-                self._host.hooks.request_end(request, stats(len(request.tokens), self.n_reused))
-                self.is_begun = False
+            try:
+                if self.is_begun:
+                    self._host.hooks.request_end(request, stats(len(request.tokens), self.n_reused))
+                    self.is_begun = False
+            finally:
+                self._detach()  # last: a plugin may have attached the drafts again
+
+    def _detach(self) -> None:
+        if self.drafting is not None:
+            self.drafting.detach()
 
     def _save(self, *, is_over: bool) -> None:
         engine = self.engine

@@ -25,6 +25,7 @@ from llmaas_hooks import (
     common_prefix,
     request_scope,
 )
+from llmaas_patches.drafting import drafting_of
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host
 from llmaas_patches.wrappers.request_life import Clock, End, Run
@@ -183,6 +184,9 @@ def _begin(host: Host, end: End) -> tuple[int | None, Turns | None]:
     except BaseException:
         engine.n_outputs, end.n_reused = 1, 0
         raise
+    end.drafting = drafting_of(host, engine, request)
+    if end.drafting is not None:
+        end.drafting.attach()
     run.clock.prepared()
     end.saves = True
     return first_output, _turns(host, end)

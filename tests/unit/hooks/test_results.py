@@ -45,6 +45,7 @@ def test_restored_cells_that_cannot_be(result):
         ("llmaas_kv_evict", None, "returned NoneType, expected int"),
         ("llmaas_kv_evict", "12", "returned str, expected int"),
         ("llmaas_level", 0.5, "returned float, expected Levels or None"),
+        ("llmaas_draft", [7], "returned list, expected a Drafter or None"),
         ("llmaas_weights", None, "returned NoneType, expected list of WeightClaim"),
         ("llmaas_weights", ["output.weight"], "returned list, expected list of WeightClaim"),
         ("llmaas_status", None, "returned NoneType, expected dict"),
@@ -58,6 +59,7 @@ def test_wrong_results_are_errors(hook, result, problem):
         "llmaas_request_end": lambda hooks: hooks.request_end(request(), STATS),
         "llmaas_kv_evict": lambda hooks: hooks.kv_evict("chat-1"),
         "llmaas_level": lambda hooks: hooks.level(request()),
+        "llmaas_draft": lambda hooks: hooks.draft(request(), None),
         "llmaas_weights": lambda hooks: hooks.weights(ModelLoad("model.gguf", None), {}),
         "llmaas_status": lambda hooks: hooks.status(),
     }[hook]

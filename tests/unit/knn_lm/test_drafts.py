@@ -251,10 +251,10 @@ def test_a_child_forked_while_another_thread_looks_at_the_archive_is_not_stuck(
         return []
 
     monkeypatch.setattr(proposing, "_files", files)
-    thread = threading.Thread(target=lambda: proposer.begin(None, None, is_on=True))
+    thread = threading.Thread(target=lambda: proposer.drafter(None, None))
     thread.start()
     inside.wait()
-    found = in_child(lambda: proposer.begin(None, None, is_on=True))
+    found = in_child(lambda: proposer.drafter(None, None))
     go_on.set()
     thread.join()
     assert found == 0

@@ -1,0 +1,1 @@
+"""The evaluation of drafts by a narrow level that memory keeps."""
