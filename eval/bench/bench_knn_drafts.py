@@ -27,7 +27,7 @@ import time
 
 import numpy as np
 import pytest
-from drafting import attach
+from drafting import attach, measured_costs
 from llama_cpp import Llama, LogitsProcessorList
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -35,7 +35,6 @@ from llmaas_eval.data import DATA
 from llmaas_eval.knn.users import load, split
 from llmaas_eval.paired import compare, repeats
 from llmaas_eval.stats import quartiles
-from llmaas_plugins.knn_lm.drafts.attachment import measured_costs
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
 N_PROMPTS, N_REPLY, N_ROUNDS = 4, 64, 6

@@ -80,9 +80,6 @@ class FakeEngine:
         """Return the tokens of sequence 0."""
         return np.array(self.tokens, dtype=np.int32)
 
-    def keep_rows(self, wants: Callable[[int], bool]) -> None:
-        """Do nothing: there are no batches."""
-
     def require_evaluation(self) -> None:
         """Do nothing: there are no logits to reuse."""
 

@@ -147,12 +147,6 @@ class Engine(Protocol):
         The cells may differ where an app changed them without ``Llama``: see ``n_explained``.
         """
 
-    def keep_rows(self, wants: Callable[[int], bool]) -> None:
-        """Keep the logits of every token of ``Llama``'s batches whose size ``wants`` accepts.
-
-        A plugin that attaches a draft model needs them to verify proposed tokens.
-        """
-
     def require_evaluation(self) -> None:
         """Make ``Llama`` evaluate a prompt's last token again, even if it holds its logits.
 

@@ -30,8 +30,8 @@ from llmaas_plugins.knn_lm.build.build_datastore import KEYS_LEVEL
 from llmaas_plugins.knn_lm.build.learner import Learner
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
-from llmaas_plugins.knn_lm.drafts.attachment import rollback_obstacle
 from llmaas_plugins.knn_lm.drafts.registry import DraftRegistry
+from llmaas_plugins.knn_lm.drafts.requirements import rollback_obstacle
 from llmaas_plugins.knn_lm.mixing.mixer import MixCounts, Mixer, Mixing, MixSettings, MixSource
 
 __all__ = ["KnnLM"]

@@ -65,13 +65,12 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
     """A draft model that proposes continuations found in stored conversations or in this text.
 
     A draft belongs to one ``Llama``, whose ``n_batch`` must hold the largest batch in ``costs``.
-    Pass the draft as ``Llama(..., draft_model=..., logits_all=True)``, or better, attach it to an
-    engine with ``drafts.attachment.attach``. Do not use it with recurrent or hybrid models: they
-    cannot remove wrongly proposed tokens, and llama-cpp-python does not notice.
+    Do not use it with recurrent or hybrid models: they cannot remove wrongly proposed tokens, and
+    llama-cpp-python does not notice.
 
     Attributes:
         costs: Batch costs, initially the given ones; replacements must not have larger batches.
-        n_ctx: Tokens that fit in a context; ``attach`` sets it.
+        n_ctx: Tokens that fit in a context.
         counts: Outcome of the proposals so far.
     """
 
@@ -85,8 +84,7 @@ class DatastoreDraft(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
 
         Args:
             sequences: Tokens of each stored conversation.
-            costs: Cost of a batch by its size, in single-token batches, for the sizes worth using;
-                ``attachment.measured_costs`` measures them on an engine.
+            costs: Cost of a batch by its size, in single-token batches, for the sizes worth using.
         """
         self._stored, self._recent = SuffixIndex(sequences), SuffixIndex([])
         self._rates = (AcceptanceRates(), AcceptanceRates(), AcceptanceRates())

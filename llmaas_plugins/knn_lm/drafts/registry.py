@@ -13,8 +13,8 @@ from llmaas_hooks import Engine, StoreError, forks
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import segment_files
 from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
-from llmaas_plugins.knn_lm.drafts.attachment import most_tokens, obstacle
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
+from llmaas_plugins.knn_lm.drafts.requirements import most_tokens, obstacle
 
 __all__ = ["DraftRegistry"]
 

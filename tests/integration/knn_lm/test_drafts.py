@@ -13,12 +13,11 @@ import weakref
 
 import numpy as np
 import pytest
-from drafting import attach
+from drafting import attach, measured_costs
 from llama_cpp import Llama, LlamaGrammar, llama_speculative
 from soak import scale
 
 from llmaas_eval.families import write_family
-from llmaas_plugins.knn_lm.drafts.attachment import measured_costs
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
 PROMPTS = (
