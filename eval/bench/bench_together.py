@@ -22,8 +22,9 @@ from llmaas_eval.paired import compare, repeats
 from llmaas_plugins.server.client import LLMClient
 
 N_CONTEXTS, N_PROMPT, N_TOKENS, N_ROUNDS = 4, 400, 48, 10
-SHARES = {"memory": None, "streamed": 0.5}
-"""Share of the weights that stay in memory; None for all, without ``flash_weights``."""
+BUDGETS = {"memory": None, "streamed": 490 << 20}
+"""Budgets for ``flash_weights``; with the second one, about half of the weights stay in memory."""
+SETTINGS = {"n_ctx": 512, "n_batch": 128, "n_ubatch": 128}
 CONFIG = """
 on_error = "raise"
 [service]
@@ -31,7 +32,7 @@ state_dir = "state"
 most_together = {most}
 [plugins.kv_chunks]
 store = "kv"
-ram_budget = "256 MiB"
+ram_budget = "64 MiB"
 """
 _START_S = 300.0
 
@@ -91,7 +92,8 @@ def serving(model, folder, flash=None):
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "llmaas_plugins.cli.main", "serve", "--config", "llmaas.toml"]
-    command += ["--model", str(model), "--n_ctx", "1024", "--port", str(port)]
+    options = {"model": model, "port": port} | SETTINGS
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     try:
@@ -109,25 +111,16 @@ def serving(model, folder, flash=None):
         process.wait(60)
 
 
-def budget(model, folder, share):
-    """Return a memory budget with which a share of the weights stays in memory."""
-    with serving(model, folder, flash=8 << 30) as service:
-        service.together()
-        found = service.status()["plugins"]["flash_weights"]
-    return int(found["resident_bytes"] - (1 - share) * found["weight_bytes"])
-
-
-@pytest.mark.parametrize("weights", SHARES)
+@pytest.mark.parametrize("weights", BUDGETS)
 def bench_four_contexts(model_1b, benchmark, weights, tmp_path):
     """Answer four prompts together, and one after another."""
-    share = SHARES[weights]
-    flash = None if share is None else budget(model_1b, tmp_path / "whole", share)
+    flash = BUDGETS[weights]
     with serving(model_1b, tmp_path / "service", flash) as service:
         compare(benchmark, service.together, service.one_by_one, rounds=N_ROUNDS)
         status = service.status()
     found = status["together"]
     n_tokens = N_CONTEXTS * service.n_tokens
     benchmark.extra_info |= {"n_tokens": n_tokens, "a_batch": found["tokens"] / found["batches"]}
-    if share is not None:
+    if flash is not None:
         (streamed,) = status["plugins"]["flash_weights"]["models"]
         benchmark.extra_info["kept"] = streamed["kept_bytes"] / streamed["bytes"]

@@ -16,9 +16,17 @@ from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import suggest
 from llmaas_plugins.cli.doctor.resources import say_problems
 from llmaas_plugins.cli.options import add_config_option, unrecognized
-from llmaas_plugins.config import CloudConfig, Config, PluginTable, load_config, validated
+from llmaas_plugins.config import (
+    CloudConfig,
+    Config,
+    PluginTable,
+    ServiceConfig,
+    load_config,
+    validated,
+)
 
 if TYPE_CHECKING:
+    from llmaas_plugins.server.admission import Admission
     from llmaas_plugins.server.gateway import Gateway, Keep
     from llmaas_plugins.server.metrics import Metrics
 
@@ -77,14 +85,12 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
         ) from error
     from llmaas_patches.internals import server_engine
     from llmaas_plugins.activation import activate
-    from llmaas_plugins.server.admission import Admission
     from llmaas_plugins.server.api_keys import ApiKeys, read_key_file
     from llmaas_plugins.server.grammars import Grammars
     from llmaas_plugins.server.listening import tls_context
     from llmaas_plugins.server.metrics import Metrics
     from llmaas_plugins.server.origins import OriginCheck
     from llmaas_plugins.server.shutdown import Shutdown
-    from llmaas_plugins.server.together import Together
     from llmaas_plugins.service.service import LLMService
 
     server_settings, model_settings = _settings(args, rest)
@@ -95,8 +101,7 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     host = server_settings.host if args.uds is None else None
     tls = tls_context(server_settings.ssl_keyfile, server_settings.ssl_certfile)
     origins = OriginCheck(host, limits.allowed_hosts, limits.allowed_origins)
-    reason = _why_alone(model_settings)
-    admission = Together(limits, reason) if limits.most_together > 1 else Admission(limits)
+    admission = _admission(limits, model_settings)
     metrics = Metrics(admission)
     gateway = _gateway(config, app_keys, metrics)
     with (
@@ -119,12 +124,16 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _why_alone(model_settings: Any) -> str | None:
-    """Return which option keeps calls from being decoded together, or None."""
-    for name in ("logits_all", "draft_model"):
-        if getattr(model_settings, name):
-            return f"--{name} needs the outputs of whole batches"
-    return None
+def _admission(limits: ServiceConfig, model_settings: Any) -> Admission:
+    """Return the admission of calls: one at a time, or several together."""
+    from llmaas_plugins.server.admission import Admission
+    from llmaas_plugins.server.together import Together
+
+    if limits.most_together == 1:
+        return Admission(limits)
+    against = [name for name in ("logits_all", "draft_model") if getattr(model_settings, name)]
+    reason = f"--{against[0]} needs the outputs of whole batches" if against else None
+    return Together(limits, reason)
 
 
 def _gateway(config: Config, app_keys: Mapping[str, str], metrics: Metrics) -> Gateway | None:

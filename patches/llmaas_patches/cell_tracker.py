@@ -299,6 +299,10 @@ class CellTracker:
         self.n_calls = 0
         self.is_lent = self.is_evaluating = False
         self.due = [end for end in self.due if end.is_paused]
+        if self.seats is not None and self.aside:
+            self.seats.forget()
+            self.aside.clear()
+            self.n_explained = 0  # the records may be of a request whose cells are elsewhere
 
     def free_at_end(self) -> None:
         """Free plugins' sequences if the plugins have ended and nothing uses the context."""

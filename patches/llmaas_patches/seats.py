@@ -78,6 +78,10 @@ class Seats:
         self._beside: _Records | None = None
         self._batch: Any = None
 
+    def forget(self) -> None:
+        """Forget requests of other threads: this is a child, which does not go on with them."""
+        self.seated = self.base = self._beside = None
+
     @property
     def n(self) -> int:
         """Number of seats."""
@@ -204,7 +208,8 @@ class Seat:
         next_token: Token that the request evaluates next; None in a prompt.
         row: Row of the engine's outputs that belongs to the request; None if its next token is not
             evaluated yet.
-        step_s: Seconds of the batch that evaluated the last token; None if none did.
+        step_s: Seconds of the batch that evaluated the last token, 0 if none did; None if the
+            request did not lie aside in this turn.
     """
 
     def __init__(self, host: Host, end: Seated, tracker: CellTracker) -> None:
@@ -241,7 +246,7 @@ class Seat:
         """Put the request aside, in whose place others may then use the engine."""
         seats, llama = self._seats, self.engine.llama
         self._drop_ahead()
-        self._n_tokens, self.row, self.step_s = int(llama.n_tokens), None, None
+        self._n_tokens, self.row, self.step_s = int(llama.n_tokens), None, 0.0
         if not self._is_told:  # before other tokens are evaluated
             self._is_told = True
             self._tell(begins=True)

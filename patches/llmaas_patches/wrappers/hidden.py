@@ -27,8 +27,9 @@ def around_clear(tracker: CellTracker, original: Function, args: tuple[Any, ...]
     """
     if not (tracker.parked or tracker.n_spare):
         return original(*args)
+    sequence = _APP if tracker.seats is None else tracker.seats.sequence
     with tracker.lent():
-        llama_cpp.llama_memory_seq_rm(args[0], _APP, -1, -1)
+        llama_cpp.llama_memory_seq_rm(args[0], sequence, -1, -1)
     return None
 
 

@@ -126,6 +126,8 @@ class Turns:
         held = engine.resident_tokens()[:n_held]
         if len(held) > engine.n_explained or engine.is_sparse:
             return None  # plugins cannot save these cells
+        if seat is not None:
+            seat.step_s = None
         state, began = engine.leave(), time.perf_counter()
         end.is_waiting = True
         try:
@@ -134,7 +136,6 @@ class Turns:
             end.is_waiting = False
         if seat is not None and seat.step_s is not None:
             self.away_s += time.perf_counter() - began - seat.step_s
-            seat.step_s = None
         if seat is not None and seat.is_aside:
             raise LlmaasError("a plugin put a request aside and did not bring it back")
         is_changed = not engine.is_alive or engine.n_explained < len(held)  # without a request

@@ -94,7 +94,7 @@ def batches(server):
 @pytest.mark.parametrize("ask", [text, streamed], ids=["whole", "streamed"])
 def test_answers_are_those_of_calls_alone(tmp_path, codec, parked, ask):
     bodies = [GREEDY | {"prompt": prompt} for prompt in PROMPTS]
-    bodies.append(GREEDY | {"prompt": "Hello", "temperature": 0.9, "seed": 3, "max_tokens": 20})
+    bodies.append(GREEDY | {"prompt": "Hello", "temperature": 0.9, "seed": 3, "max_tokens": 8})
     with together(tmp_path, codec=codec, parked=parked) as server:
         alone = [text(server, body) for body in bodies]
         assert batches(server) == (0, 0)
@@ -146,6 +146,20 @@ def test_streams_of_contexts(tmp_path):
         assert [context.delete() > 0 for context in app.contexts()]
         text(server, GREEDY | {"prompt": "Some other text", "max_tokens": 1})
         assert at_once(*asks) in (first, second)
+        assert batches(server)[0] > 0
+
+
+def test_grammars_and_samplers_are_those_of_each_call(tmp_path):
+    digits = {"grammar": 'root ::= [0-9 ]+ "."', "max_tokens": 30}
+    penalized = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
+    sampled = {"temperature": 1.2, "seed": 9, "max_tokens": 8}  # long texts hang on the last bits
+    kinds = (digits, penalized, {"stop": ["and"]}, sampled)
+    bodies = [GREEDY | {"prompt": p} | kind for p, kind in zip(PROMPTS, kinds, strict=False)]
+    with together(tmp_path) as server:
+        alone = [text(server, body) for body in bodies]
+        assert alone[0].strip("0123456789 .") == ""
+        for ask in (text, streamed):
+            assert at_once(*(lambda b=body, a=ask: a(server, b) for body in bodies)) == alone
         assert batches(server)[0] > 0
 
 
@@ -242,4 +256,11 @@ def test_bit_equality_is_kept_where_it_is_promised(tmp_path):
         assert "lossless" in server.status()["together"]["why_alone"]
         assert "service.most_together = 4 has no effect" in server.log()
         at_once(*(lambda p=p: text(server, GREEDY | {"prompt": p}) for p in PROMPTS))
+        assert batches(server) == (0, 0)
+
+
+def test_options_that_keep_calls_alone(tmp_path):
+    with together(tmp_path, logits_all=True) as server:
+        assert server.status()["together"]["why_alone"].startswith("--logits_all needs")
+        at_once(*(lambda p=p: text(server, GREEDY | {"prompt": p}) for p in PROMPTS[:2]))
         assert batches(server) == (0, 0)
