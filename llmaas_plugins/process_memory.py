@@ -209,9 +209,10 @@ def reserved(n_bytes: int, what: str) -> Iterator[None]:
     if found is None:
         yield
         return
-    if found < n_bytes:
+    most = found + releasable()
+    if found < n_bytes <= most:  # else nothing is released in vain
         found += release(n_bytes - found)
-    granted = grant(n_bytes) if found >= n_bytes else max(0, found)
+    granted = grant(n_bytes) if found >= n_bytes else max(0, most)
     if granted < n_bytes:
         raise UnmetBudgetError(
             f"{what} takes up to {-(-n_bytes >> 20)} MiB, and the memory budget leaves "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ __all__ = [
     "copy_tokenizer",
     "finish",
     "open_writer",
+    "pack",
     "write_metadata",
     "write_random_model",
 ]
@@ -173,6 +176,16 @@ def copy_field(writer: GGUFWriter, entry: ReaderField) -> None:
 def open_writer(path: Path, arch: str) -> GGUFWriter:
     """Open a writer of a temporary file, which ``finish`` moves to ``path``."""
     return GGUFWriter(path.with_suffix(".partial"), arch)
+
+
+def pack(path: Path) -> None:
+    """Pack a model's weights, unless they are packed; the report goes to stderr."""
+    from llmaas_plugins.cli.main import main as llmaas
+    from llmaas_plugins.flash_weights.packed import packed_path
+
+    if not packed_path(path).exists():
+        with contextlib.redirect_stdout(sys.stderr):
+            llmaas(["flash", "pack", str(path)])
 
 
 def finish(writer: GGUFWriter, path: Path) -> Path:

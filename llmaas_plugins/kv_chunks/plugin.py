@@ -251,6 +251,11 @@ class KVChunks:
             engines = [(engine, found) for engine, found in self._transfers.items() if found]
         return context_places(self._store, engines, context_ids)
 
+    def written(self) -> None:
+        """Return once all that was saved so far is on disk, or could not be written."""
+        if "_workers" in self.__dict__:
+            self._workers.write.submit(lambda: None).result()
+
     def _all_transfers(self) -> list[Transfer]:
         with self._lock:
             return [transfer for transfer in self._transfers.values() if transfer]

@@ -18,7 +18,7 @@ _MIB = 1 << 20
 def owners(claims: Iterable[MemoryClaim]) -> dict[str, Any]:
     """Return the process's memory by owner, as JSON types.
 
-    ``owners`` are sorted by ``bytes``, which take memory now; together they are
+    ``owners`` are sorted by ``bytes``, which take memory now; together they are about
     ``resident_bytes``. Memory that no claim tells is called after what it holds. It would be
     negative, and is 0, if claims tell more than there is.
 
@@ -34,7 +34,12 @@ def owners(claims: Iterable[MemoryClaim]) -> dict[str, Any]:
             mapped,
             "code, and model files that are mapped: the system keeps them while there is room",
         ),
-        _rest("the rest", rest, "the app, Python, the engine's buffers and repacked weights"),
+        _rest(
+            "the rest",
+            rest,
+            "the app, Python, the engine's buffers, repacked weights, and cells of calls that are "
+            "decoded together",
+        ),
     ]
     return {
         "resident_bytes": resident,

@@ -71,6 +71,7 @@ class SharedMemory(forks.Forked):
         self._moves: deque[dict[str, Any]] = deque(maxlen=_SHOWN_MOVES)
         self._n_moves = 0
         self._failures = FailureLog(_log, logging.WARNING)
+        self._was_short = False
         self._failed_claims = FailureLog(_log, logging.WARNING)
         self._ended: threading.Event | None = None
         self._in_force = min(budget, process_memory.obtainable_bytes())
@@ -203,8 +204,11 @@ class SharedMemory(forks.Forked):
                 claims = self._obey(waits=False)
                 self._divide(claims)
             except Exception as error:  # a full disk, an unmet budget: the next look tries again
-                self._failures.failed("the memory budget: %s", error)
+                if self._was_short:  # not only for a moment, as while a model is loaded
+                    self._failures.failed("the memory budget: %s", error)
+                self._was_short = True
             else:
+                self._was_short = False
                 self._failures.worked()
 
     # -- division -------------------------------------------------------------------------------

@@ -139,8 +139,14 @@ class Admission:
         completion: Any = call.completion
         completion.close()
 
-    def shared(self, _: Call | None, stream: Stream) -> Stream:
-        """Return a stream for its client, which has the engine until the stream's end."""
+    def shared(self, _: Call | None, stream: Stream, *, is_last: bool) -> Stream:
+        """Return a stream for its client, which has the engine until the stream's end.
+
+        Args:
+            stream: Pieces of an answer.
+            is_last: Whether the call makes no other stream.
+        """
+        del is_last
         return stream
 
     def stop(self) -> None:

@@ -168,7 +168,7 @@ async def _events(
     """Yield server-sent events: ``{"text": …}`` pieces, then a ``done`` event with the reply."""
     async with engine_lock():
         stream = context.stream(body.prompt, **body.arguments())
-        stream = admission.shared(admission.running, stream)
+        stream = admission.shared(admission.running, stream, is_last=True)
         reply: list[Any] = []
 
         def step() -> str | None:

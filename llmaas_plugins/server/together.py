@@ -130,6 +130,7 @@ class Together(Admission):
             if call in self.aside:
                 self.aside.remove(call)
             if is_known:
+                call.since_s = time.perf_counter()  # it does not use the engine any more
                 self._learn(call, notes or {})
             super().leave(call, notes)
 
@@ -142,9 +143,9 @@ class Together(Admission):
         self._come_back(call)
         super().close(call)
 
-    def shared(self, call: Call | None, stream: Stream) -> Stream:
+    def shared(self, call: Call | None, stream: Stream, *, is_last: bool) -> Stream:
         """Let others use the engine while a stream's pieces are sent."""
-        return stream if call is None else self._shared(call, stream)
+        return stream if call is None else self._shared(call, stream, is_last=is_last)
 
     @hookimpl(tryfirst=True)
     def llmaas_context_create(self, create: ContextCreate) -> None:
@@ -215,14 +216,15 @@ class Together(Admission):
 
     # -- streams --------------------------------------------------------------------------------
 
-    def _shared(self, call: Call, stream: Stream) -> Stream:
+    def _shared(self, call: Call, stream: Stream, *, is_last: bool) -> Stream:
         try:
             while True:
                 self._come_back(call)
                 try:
                     piece = next(stream)
                 except StopIteration as end:
-                    self._done(call)
+                    if is_last:
+                        self._done(call)
                     return end.value
                 self._go_away(call)
                 yield piece

@@ -54,16 +54,15 @@ def record_completions(llama: Any, admission: Admission, seed: int | None = None
     seed of the completion before, which may be another app's.
     """
     create = llama.create_completion
+    makes_several = str(llama.chat_format).startswith("functionary")  # streams for one answer
 
     def create_completion(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("seed") is None:
             kwargs["seed"] = secrets.randbits(_SEED_BITS) if seed is None else seed
         found = create(*args, **kwargs)
         if (call := admission.running) is not None:
-            if (
-                inspect.isgenerator(found) and not call.context
-            ):  # contexts' streams are shared whole
-                found = admission.shared(call, found)
+            if inspect.isgenerator(found) and not call.context:  # a context's stream is shared
+                found = admission.shared(call, found, is_last=not makes_several)
             call.completion = found
         return found
 

@@ -90,7 +90,7 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         engine = self._engine
         llama = engine.llama
         room = min(llama.n_ctx(), len(llama.input_ids)) - len(input_ids)
-        room = min(room, llama.n_batch - 1)  # the logits of one batch are kept
+        room = min(room, self._most, llama.n_batch - 1)  # the logits of one batch are kept
         if room <= 0 or self._host.hooks.is_ending:
             return _NO_TOKENS
         found = self._proposals(input_ids.astype(np.int32, copy=False))

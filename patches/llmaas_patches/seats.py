@@ -236,6 +236,11 @@ class Seat:
         return self._is_aside
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether the request sits on the engine, and sequence 0 holds the cells of another one."""
+        return self._seats.seated is self and self.place != _ENGINE_S
+
+    @property
     def can_leave(self) -> bool:
         """Whether the request is in progress, and has room to lie aside."""
         is_alone = self.engine.is_alive and self.engine.alteration is None
@@ -268,6 +273,7 @@ class Seat:
             raise ReferenceError("the Llama object was closed while another request used it")
         seats = self._seats
         if self.place != _ENGINE_S:
+            self.engine.end()  # a request that was interrupted, and is saved with its own records
             seats.swap_in(self)
         seats.seated, self._is_aside = self, False
         self.tracker.bring_back(self._end)
@@ -322,7 +328,9 @@ class Seat:
         items = [(cast("int", one.next_token), one._n_tokens, one.place) for one in seats]
         batch, ctx = self._seats.batch(items), self.engine.ctx
         started = time.perf_counter()
-        if self._host.decode_together(ctx, batch) != 0:
+        with self._host.call(self.tracker):
+            status = self._host.decode_together(ctx, batch)
+        if status != 0:
             return None
         step_s = time.perf_counter() - started
         for row, seat in enumerate(seats):

@@ -14,8 +14,7 @@ import numpy as np
 from llmaas_eval.division.worker import Job, run
 from llmaas_eval.division.workloads import WORKLOADS, Turn
 from llmaas_eval.measured import measured_once
-from llmaas_eval.models import SHAPE_1B, SHAPE_200M, SHAPE_TINY, Shape, write_random_model
-from llmaas_plugins.flash_weights.packed import packed_path
+from llmaas_eval.models import SHAPE_1B, SHAPE_200M, SHAPE_TINY, Shape, pack, write_random_model
 from llmaas_plugins.process_memory import SPARE_BYTES
 
 __all__ = ["SHAPES", "Setting", "Study"]
@@ -62,10 +61,7 @@ class Study:
         self._model = folder / f"random-{setting.shape}.gguf"
         if not self._model.exists():
             write_random_model(self._model, self._shape)
-        if not packed_path(self._model).exists():
-            from llmaas_plugins.cli.main import main as llmaas
-
-            llmaas(["flash", "pack", str(self._model)])
+        pack(self._model)
         self._n_ctx = 256 * -(-(setting.n_tokens + 40 * setting.n_turns) // 256)
         self._store = folder / "store"
 

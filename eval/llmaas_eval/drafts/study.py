@@ -16,11 +16,10 @@ from llmaas_eval.drafts.worker import App, Setup
 from llmaas_eval.elastic.prepared import prepared, write_uniform
 from llmaas_eval.elastic.texts import windows_of
 from llmaas_eval.measured import measured_once
-from llmaas_eval.models import SHAPE_1B, SHAPE_200M, write_random_model
+from llmaas_eval.models import SHAPE_1B, SHAPE_200M, pack, write_random_model
 from llmaas_eval.switching.groups import can_limit_memory, memory_group
 from llmaas_plugins.elastic.uniform import LEVELS
 from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
-from llmaas_plugins.flash_weights.packed import packed_path
 from llmaas_plugins.reference_model import reference_model_path
 
 __all__ = ["SHAPES", "Setting", "Study"]
@@ -130,8 +129,5 @@ def _random_model(folder: Path, shape: str) -> Path:
             Calibration("", 0, 0, "random"),
         )
         write_uniform(source, path, scores)
-    if not packed_path(path).exists():
-        from llmaas_plugins.cli.main import main as llmaas
-
-        llmaas(["flash", "pack", str(path)])
+    pack(path)
     return path

@@ -47,7 +47,7 @@ from llmaas_plugins.worker_process import WorkerProcess, worker_process
 __all__ = ["Day", "Options", "run_day"]
 
 _THEN = "Close other programs, or use a smaller model."
-_LEAST_CALLS = 24
+_LEAST_CALLS = 20
 """Calls that are made even if they take longer than planned."""
 _IDLE = {"OMP_WAIT_POLICY": "passive"}
 """Threads of systems that wait for their turn must not take processors from the one that works."""
@@ -197,7 +197,7 @@ class _Run:
         return Day(
             options=options,
             files=files,
-            n_contexts=len({call.context for call in calls}),
+            n_contexts=len({call.context for call in calls[:n_made]}),
             model_bytes=model_bytes,
             contexts_bytes=contexts_bytes,
             shared_bytes=shared,

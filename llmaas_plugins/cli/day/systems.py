@@ -95,7 +95,9 @@ def systems_of(left_out: Mapping[str, str]) -> list[System]:
         ConfigError: No plugin is left.
     """
     alone = [
-        System(name, plugins) for name, plugins in _ALONE.items() if plugins[0] not in left_out
+        System(name, plugins)
+        for name, plugins in _ALONE.items()
+        if left_out.keys().isdisjoint(plugins)
     ]
     if not alone:
         raise ConfigError("all plugins are left out, so there is nothing to compare.")

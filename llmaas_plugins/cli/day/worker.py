@@ -158,6 +158,7 @@ class _System:
         context.tokens = np.array(self._llama.input_ids[: self._llama.n_tokens], np.int32)
         self._kept.leave(call.context, context.tokens)
         self._kept.background()
+        self._write_stored()
         behind_s = time.perf_counter() - ended
         self._current = call.context
         self._trim()
@@ -170,6 +171,11 @@ class _System:
         """Return what the system used so far."""
         errors = {} if self._suite is None else dict(self._suite.status()["errors"])
         return Usage(peak_bytes(), self._context_bytes, self._cached_bytes, errors)
+
+    def _write_stored(self) -> None:
+        """Wait until contexts are written; their writes would disturb the next system's call."""
+        if self._suite is not None and "kv_chunks" in self._suite.config.enabled():
+            self._suite.plugin("kv_chunks").written()
 
     def _timed(self, tokens: Sequence[int]) -> tuple[float, float]:
         self._llama.reset()

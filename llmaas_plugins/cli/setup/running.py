@@ -11,7 +11,7 @@ from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.cli.progress_folder import progress_folder
 from llmaas_plugins.cli.setup.config_text import Settings, config_text, write_config
 from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record
-from llmaas_plugins.cli.setup.steps import Job, Step, holds, improving_steps, run, steps_of
+from llmaas_plugins.cli.setup.steps import RECOVER, Job, Step, holds, improving_steps, run, steps_of
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.model.digest import file_digest
 
@@ -69,7 +69,7 @@ class Run:
         if not all(map(self.is_done, self.steps)):
             with self.locked():
                 seconds = self.do(self.steps)
-        self.write("searched" if self.is_improved() else self.job.table or "uniform")
+        self.write("searched" if self.is_searched() else self.job.table or "uniform")
         return seconds
 
     def do(self, steps: Sequence[Step]) -> dict[str, float]:
@@ -80,16 +80,27 @@ class Run:
                 continue
             self.say(f"step {i} of {len(steps)}: {step.what}")
             started = time.perf_counter()
-            with self._writing(step):
-                result = run(step)
+            try:
+                with self._writing(step):
+                    result = run(step)
+            except ConfigError as error:
+                if step.name != RECOVER:
+                    raise
+                self.say(f"{error} The levels are used without adapters.")
+                continue
             done = Done(key=step.key(self.job), result=result, digest=file_digest(self.job.made))
             self._record.keep(step.name, done)
             seconds[step.name] = round(time.perf_counter() - started, 1)
         return seconds
 
     def is_improved(self) -> bool:
-        """Return whether better widths were found, timed and compared."""
+        """Return whether all was done that makes levels better."""
         steps = improving_steps(self.job)
+        return self.job.is_prepared_here and all(self.is_done(step) for step in steps)
+
+    def is_searched(self) -> bool:
+        """Return whether better widths were found, timed and compared, maybe without adapters."""
+        steps = [step for step in improving_steps(self.job) if step.name != RECOVER]
         return self.job.is_prepared_here and all(self.is_done(step) for step in steps)
 
     def write(self, table: str) -> None:
@@ -136,7 +147,7 @@ class Run:
     @contextmanager
     def _writing(self, step: Step) -> Iterator[None]:
         """Note that the prepared file is this command's, if a step writes it."""
-        if step.name not in {"prepare", "search", "recover"}:
+        if step.name not in {"prepare", "search"}:
             yield
             return
         made = MadeBefore()

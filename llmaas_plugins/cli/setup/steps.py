@@ -24,6 +24,7 @@ from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = [
     "N_REQUESTS",
+    "RECOVER",
     "STEPS",
     "Job",
     "Step",
@@ -35,7 +36,9 @@ __all__ = [
     "widths_of",
 ]
 
-STEPS = ("prepare", "pack", "profile", "learn", "datastore", "recover")
+RECOVER = "recover"
+"""Name of the step without which better widths are used, too."""
+STEPS = ("prepare", "pack", "profile", "learn", "datastore", RECOVER)
 """Names of the steps, in their order. The last one is done only in the background."""
 
 N_REQUESTS = 256
@@ -171,7 +174,7 @@ def improving_steps(job: Job) -> list[Step]:
             (*_prepare(job), "--json"),
             (job.model,),
         ),
-        **({"recover": _recover(job)} if importlib.util.find_spec("torch") else {}),
+        **({RECOVER: _recover(job)} if importlib.util.find_spec("torch") else {}),
         "profile": _profile(job, "profile searched", "searched"),
         "learn": _learn(job, "learn searched", "searched"),
     }
@@ -233,13 +236,11 @@ def _prepare(job: Job) -> tuple[str, ...]:
 
 
 def _recover(job: Job) -> Step:
-    arguments = ("elastic", "recover", str(job.made), "--table", "searched")
-    return Step(
-        "recover",
-        "learn adapters that win back part of what the levels lose",
-        (*arguments, "--tokens", str(_recovered_tokens(job)), "--json"),
-        (job.made,),
-    )
+    tokens = str(_recovered_tokens(job))
+    arguments = ("elastic", "recover", str(job.made), "--table", "searched", "--tokens", tokens)
+    what = "learn adapters that win back part of what the levels lose"
+    # by layers, because apps need the memory meanwhile
+    return Step(RECOVER, what, (*arguments, "--by-layers", "--json"), (job.made,), "searched")
 
 
 def recovering_s(job: Job) -> float:

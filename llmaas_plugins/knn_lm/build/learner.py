@@ -78,9 +78,10 @@ class Learner(forks.Forked):
         self._evaluating = forks.lock()  # held during each batch
         self._busy: set[int] = set()
         self._last_end = time.monotonic()
+        self._retries_at = 0.0
         self._engine: Engine | None = None
         self._is_at_work = self._is_closed = False
-        self._is_selection_due = False
+        self._is_selection_due = True  # until the archive was looked at
         self._thread: threading.Thread | None = None
         self.n_learned = 0
         self.last_error: str | None = None
@@ -172,7 +173,8 @@ class Learner(forks.Forked):
                     self._changed.notify_all()
 
     def _is_idle(self) -> bool:
-        return not self._busy and time.monotonic() - self._last_end >= self._idle_s
+        now = time.monotonic()
+        return not self._busy and now >= max(self._last_end + self._idle_s, self._retries_at)
 
     def _pause(self, _n: int = 0) -> None:
         """Wait until the device is idle.
@@ -231,7 +233,7 @@ class Learner(forks.Forked):
             _log.log(level, "learning while idle failed: %s", text, exc_info=error)
         self.last_error = text
         with self._lock:
-            self._last_end = time.monotonic() + 60 * self._idle_s
+            self._retries_at = time.monotonic() + 60 * self._idle_s
 
 
 def _is_still(path: Path, before: inbox.FileState | None) -> bool:

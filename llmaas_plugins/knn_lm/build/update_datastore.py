@@ -40,6 +40,10 @@ _FIXED_BYTES = 16 << 20
 _KEPT_BYTES, _SAMPLED_BYTES = 4, 10
 """Bytes for each number of a key: it is kept in half precision, and copied; a sample is also held
 twice in single precision."""
+_PROJECTED_BYTES = 16
+"""Bytes for each number of a projected key, three times in single precision with room to grow."""
+_PAIR_BYTES = 40
+"""Bytes for each pair of the archive, in its table and in copies of the columns."""
 _DIGEST_BYTES = 16
 _MOST_BYTES = 1 << 30
 
@@ -79,7 +83,8 @@ def update_bytes(archive: Archive, params: SelectionParams) -> int:
     """Return the memory that ``update_datastore`` takes at most, in bytes."""
     n_embd = 0 if archive.binding is None else archive.binding.n_embd
     n_kept, n_sampled = (min(archive.n_pairs, n) for n in (params.size, SAMPLE))
-    return _FIXED_BYTES + n_embd * (_KEPT_BYTES * n_kept + _SAMPLED_BYTES * n_sampled)
+    kept = n_kept * max(_KEPT_BYTES * n_embd, _PROJECTED_BYTES * params.n_dims)
+    return _FIXED_BYTES + _PAIR_BYTES * archive.n_pairs + kept + _SAMPLED_BYTES * n_embd * n_sampled
 
 
 def update_datastore(

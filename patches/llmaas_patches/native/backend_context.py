@@ -139,7 +139,7 @@ class BackendContext:
             raise ValueError(f"expected {EXTENTS}, found {extents!r}")
         values = c_extents(self._library, extents)
         name = weight.encode()
-        with self._alive():
+        with self.alive():
             table = self._table
             status = self._library.lib.llmaas_weights_set_part(table, name, values, len(values))
         if status != 0:
@@ -147,7 +147,7 @@ class BackendContext:
 
     def density(self, *, row_step: int = 1, layer_step: int = 1) -> Density:
         """Accumulate attention densities."""
-        with self._alive():
+        with self.alive():
             return Density(self, self._library, row_step, layer_step)
 
     def hidden_states(
@@ -156,19 +156,19 @@ class BackendContext:
         """Capture hidden states."""
         if states not in STATES:
             raise ValueError(f"states must be one of {', '.join(STATES)}, found {states!r}")
-        with self._alive():
+        with self.alive():
             return Rows(self, self._library, states, layer, capacity)
 
     def magnitudes(self, activation: Activation, n_channels: Mapping[int, int]) -> Magnitudes:
         """Count activations by magnitude."""
         _check_activation(activation)
-        with self._alive():
+        with self.alive():
             return Magnitudes(self, self._library, activation, n_channels)
 
     def moments(self, activation: Activation, n_channels: Mapping[int, int]) -> Moments:
         """Sum activations and their squares."""
         _check_activation(activation)
-        with self._alive():
+        with self.alive():
             return Moments(self, self._library, activation, n_channels)
 
     def cells(self) -> Cells:
@@ -181,13 +181,13 @@ class BackendContext:
 
     def untouched_bytes(self) -> int:
         """Return the bytes by which graphs may still grow: reserved, but not yet written."""
-        with self._alive() as engine:
+        with self.alive() as engine:
             return int(self._library.lib.llmaas_engine_untouched(engine))
 
     def subscribe(self, tap: Any) -> Tap:
         """Subscribe the ``llmaas_tap`` at address ``tap``."""
         address = self._library.ffi.cast("llmaas_tap *", tap)
-        with self._alive():
+        with self.alive():
             return Tap(self, address[0], address.user)
 
     def stats(self) -> dict[str, int]:
@@ -225,7 +225,7 @@ class BackendContext:
             return None if found == ffi.NULL else ffi.string(found).decode(errors="replace")
 
     @contextlib.contextmanager
-    def _alive(self) -> Iterator[Any]:
+    def alive(self) -> Iterator[Any]:
         """Keep the context and its engine alive until the end of the block."""
         with self._lock:
             yield self._open()

@@ -44,7 +44,7 @@ class Cells:
 
     def release(self) -> bool:
         """Release the memory of all cells; return whether that was possible."""
-        with self._context._alive() as engine:
+        with self._context.alive() as engine:
             return bool(self._library.lib.llmaas_engine_release_cells(engine) == 0)
 
     def land(
@@ -53,7 +53,7 @@ class Cells:
         """Label cells for a blob; return the addresses of its rows, or None on failure."""
         ffi, lib = self._library.ffi, self._library.lib
         landings = np.zeros((n_landings, _LANDING_FIELDS), dtype=np.uint64)
-        with self._context._alive() as engine:
+        with self._context.alive() as engine:
             status = lib.llmaas_engine_land(
                 engine,
                 ffi.cast("llmaas_set_data", _SET_DATA),
@@ -67,5 +67,5 @@ class Cells:
         return landings if status == 0 else None
 
     def _memory(self) -> Any:
-        with self._context._alive() as engine:
+        with self._context.alive() as engine:
             return self._library.lib.llmaas_engine_cells(engine)

@@ -21,7 +21,7 @@ def engine_memory(contexts: Iterable[BackendContext]) -> list[MemoryClaim]:
     weights: dict[int, int] = {}
     cells = 0
     for context in contexts:
-        with contextlib.suppress(ReferenceError):  # freed meanwhile
+        with contextlib.suppress(ReferenceError), context.alive():  # else freed meanwhile
             cells += _own_cell_bytes(context)
             if _is_read(context):
                 n_bytes = int(llama_cpp.llama_model_size(context.model))

@@ -34,7 +34,7 @@ class Weights:
         With ``waits=False``, return False if the change cannot be made at once.
         """
         lib = self._library.lib
-        with self._context._alive():
+        with self._context.alive():
             table = self._context._table
             if not waits:
                 return bool(lib.llmaas_weights_try_set_memory(table, kept, arena))
@@ -44,7 +44,7 @@ class Weights:
     def keep_level(self, level: int | None) -> None:
         """Keep first the weights that a level uses; None keeps no level first."""
         index = -1 if level is None else level
-        with self._context._alive():
+        with self._context.alive():
             self._library.lib.llmaas_weights_keep_level(self._context._table, index)
 
     def set_reading(
@@ -53,7 +53,7 @@ class Weights:
         """Change how files are read."""
         gap = -1 if read_gap is None else read_gap
         reading = self._library.ffi.new("llmaas_reading *", (queue_depth, read_size, gap))
-        with self._context._alive():
+        with self._context.alive():
             table = self._context._table
             status = self._library.lib.llmaas_weights_set_reading(table, reading)
         if status == _EINVAL:
@@ -67,7 +67,7 @@ class Weights:
     def stats(self) -> dict[str, int]:
         """Return sizes of the memory, and counters of reads and cache hits."""
         stats = self._library.ffi.new("llmaas_stream_stats *")
-        with self._context._alive():
+        with self._context.alive():
             self._library.lib.llmaas_weights_read_stats(self._context._table, stats)
         return {
             "bytes": stats.n_bytes,
@@ -100,7 +100,7 @@ class Weights:
         spec.threshold, spec.n_top = operand.threshold, operand.n_top
         spec.order = ffi.from_buffer("uint32_t[]", order)
         spec.predictor = -1 if operand.predictor is None else operand.predictor
-        with self._context._alive():
+        with self._context.alive():
             table = self._context._table
             checked = ffi.new("llmaas_file_stamp *", tuple(stamp))
             status = lib.llmaas_weights_add_operand(table, os.fsencode(path), checked, spec, number)

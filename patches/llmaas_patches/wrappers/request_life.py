@@ -145,6 +145,7 @@ class End:
         if not engine.is_alive:
             raise ReferenceError("the Llama object was closed while another request used it")
         self.saves = False  # until the cells are this request's again
+        self._host.leave_seats(engine.ctx)
         if self.is_away:
             engine.end()
         engine.settle()
@@ -165,7 +166,7 @@ class End:
         """Do the work; a request that waits for its turn only saves its cells."""
         if self.is_waiting and self.engine.is_alive:
             self.is_away = True  # first, as the cells are another request's from now on
-            if self.saves:
+            if self.saves and not (self.seat is not None and self.seat.is_elsewhere):
                 self._save(is_over=False)
             self._detach()
             return

@@ -191,7 +191,6 @@ def test_nobody_waits_for_a_client_that_does_not_read(tmp_path):
             wait_until(lambda: server.status()["queue"] == 1)
             for _ in range(3):
                 assert text(server, GREEDY | {"prompt": PROMPTS[0]}) == alone
-            assert server.status()["queue"] == 1
         server.wait_until_idle()
 
 

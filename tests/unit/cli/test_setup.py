@@ -77,7 +77,7 @@ def test_adapters_of_large_models_learn_from_fewer_tokens(tmp_path, monkeypatch,
     writer.close()
     os.truncate(path, 4096 + n_rows * 256)  # without blocks on the disk
     (step,) = [one for one in improving_steps(Job(path, "d")) if one.name == "recover"]
-    assert step.arguments[-2] == str(n_tokens)
+    assert step.arguments[-3] == str(n_tokens)
     assert recovering_s(Job(path, "d")) < 4 * 3600
 
 

@@ -66,7 +66,7 @@ def test_others_make_room_and_leave_it(process):
 
 
 def test_what_does_not_fit_is_refused_and_reserves_nothing(process):
-    process(10)
+    made = process(10)
     match = r"learning takes up to 70 MiB, and the memory budget leaves 60 MiB"
     with (
         pytest.raises(UnmetBudgetError, match=match) as refused,
@@ -74,6 +74,7 @@ def test_what_does_not_fit_is_refused_and_reserves_nothing(process):
     ):
         pytest.fail("the block ran")
     assert refused.value.missing == 10 * MIB
+    assert made.contexts == 10 * MIB  # nothing was released in vain
     assert process_memory.promised() == 0
 
 

@@ -232,7 +232,7 @@ def test_a_stream_lets_others_in_between_its_pieces(together, engine):
             engine.user = None
             return "reply"
 
-        stream = together.shared(streaming.call, pieces())
+        stream = together.shared(streaming.call, pieces(), is_last=True)
         assert await anyio.to_thread.run_sync(next, stream) == "piece"
         async with anyio.create_task_group() as group:
             group.start_soon(other.run, 5)  # ends while the stream's client does not read
