@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import socket
@@ -248,6 +249,33 @@ def test_calls_with_promises_run_alone(tmp_path):
         n_batches, _ = batches(server)
         assert text(server, soon) == alone
         assert batches(server)[0] == n_batches
+
+
+@pytest.mark.parametrize("parked", [0, 2048])
+def test_interrupted_calls_and_calls_aside_keep_their_own_cells(tmp_path, parked):
+    """Calls with promises are interrupted while others lie aside, and those interrupt them.
+
+    Only calls without promises answer as alone: those that are interrupted get their cells back
+    with eight bits.
+    """
+    config = CONFIG.format(most=3, codec="int8", parked=parked, timeout_s=30)
+    config = config.replace("shutdown_grace_s", "longest_overtaken_s = 0.2\nshutdown_grace_s")
+    config += "[plugins.deadlines]\n"
+    asked = GREEDY | {"max_tokens": 120}
+    promises = [{"tpot": "9 s"}, None, {"ttft": "50 ms"}, None, {"ttft": "9 s"}, {"ttft": "60 ms"}]
+    bodies = [
+        asked | {"prompt": prompt} | ({} if promise is None else {"slo": promise})
+        for prompt, promise in zip([*PROMPTS, "The sun"], promises, strict=True)
+    ]
+    with serving(tmp_path, config=config, n_ctx=LONG_N_CTX) as server:
+        alone = [text(server, body) for body in bodies]
+        for _ in range(3):
+            found = at_once(*[functools.partial(text, server, body) for body in bodies])
+            for body, answer, expected in zip(bodies, found, alone, strict=True):
+                assert answer == expected or "slo" in body
+                assert answer[:12] == expected[:12]
+        assert server.status()["interruptions"] > 0
+        assert batches(server)[0] > 0
 
 
 def test_bit_equality_is_kept_where_it_is_promised(tmp_path):
