@@ -10,6 +10,7 @@ the token is evaluated already.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Sequence
@@ -80,6 +81,9 @@ class Seats:
 
     def forget(self) -> None:
         """Forget requests of other threads: this is a child, which does not go on with them."""
+        if self.seated is not None and self.seated.place != _ENGINE_S:
+            with contextlib.suppress(ReferenceError):  # the parent freed the engine
+                self.seated.engine.llama.n_tokens = 0  # these tokens' cells are elsewhere
         self.seated = self.base = self._beside = None
 
     @property
