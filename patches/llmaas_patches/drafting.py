@@ -7,7 +7,6 @@ text is distributed as without drafts.
 
 from __future__ import annotations
 
-import statistics
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -47,7 +46,7 @@ class BatchTimes:
         """Record a batch."""
         times = self._all.setdefault((level, n_tokens), deque(maxlen=_N_TIMES))
         times.append(seconds)
-        self._medians.setdefault(level, {})[n_tokens] = statistics.median(times)
+        self._medians.setdefault(level, {})[n_tokens] = sorted(times)[len(times) // 2]
 
     def seconds(self, level: int) -> Mapping[int, float]:
         """Return the median of each size's last times."""

@@ -124,7 +124,7 @@ def test_weights_that_are_streamed_have_levels(reference_model, tmp_path, is_cut
     path = prepare(reference_model, tmp_path / "model.gguf", cuts_keys_values=is_cut)
     script = """
 from llmaas_plugins import elastic
-own = {"table": "uniform", "level": 0.5}
+own = {"table": "uniform", "level": 0.5, "drafts": False}
 llama_cpp.llama_model_default_params = unrepacked
 with activate({"on_error": "raise", "plugins": {"elastic": own}}):
     _, llama = app()
