@@ -86,9 +86,9 @@ def demo(args: argparse.Namespace) -> int:
     lines = [*table(found), "", *bars(found), "", *conclusions(day, found)]
     print("\n".join(lines), file=sys.stderr if to_stdout else sys.stdout)
     if to_stdout:
-        print(json.dumps(as_json(day), indent=2))
+        print(json.dumps(as_json(day, found), indent=2))
     elif args.json is not None:
-        args.json.write_text(json.dumps(as_json(day), indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(as_json(day, found), indent=2) + "\n", encoding="utf-8")
     if args.plot is not None:
         title = f"{day.n_contexts} apps, {len(day.calls)} calls, {day.files.model.name}"
         args.plot.write_text(picture(found, title), encoding="utf-8")

@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmaas_hooks import StoreError, hookimpl
+from llmaas_hooks import ConfigError, StoreError, hookimpl
 from llmaas_plugins.model.digest import file_digest
 
-__all__ = ["MadeFile", "MadeFiles", "problem_of"]
+__all__ = ["MadeFile", "MadeFiles", "file_in_place_of", "problem_of"]
 
 _DIGEST = "^[0-9a-f]{64}$"
 
@@ -38,7 +38,7 @@ class MadeFiles:
 
     def __init__(self, made: Mapping[str, MadeFile]) -> None:
         """Take the files by the paths of their models."""
-        self._made = {Path(model).resolve(): one for model, one in made.items()}
+        self._made = _by_path(made)
         self._loaded: dict[str, str] = {}
 
     @hookimpl
@@ -63,6 +63,29 @@ class MadeFiles:
     def llmaas_status(self) -> dict[str, Any]:
         """Report which files were loaded in place of models."""
         return {"loaded": dict(self._loaded)}
+
+
+def file_in_place_of(model: Path, made: Mapping[str, MadeFile], setup: str) -> Path:
+    """Return the file that apps load in place of a model; the model itself if there is none.
+
+    Args:
+        model: Path of the model.
+        made: Table ``[models]``.
+        setup: Command that makes the file again, for the error.
+
+    Raises:
+        ConfigError: The file or the model is not what it was.
+    """
+    found = _by_path(made).get(model.resolve())
+    if found is None:
+        return model
+    if (problem := problem_of(model, found)) is not None:
+        raise ConfigError(f"{problem}. {setup} prepares it again.")
+    return found.file.expanduser()
+
+
+def _by_path(made: Mapping[str, MadeFile]) -> dict[Path, MadeFile]:
+    return {Path(model).resolve(): one for model, one in made.items()}
 
 
 def problem_of(model: Path, made: MadeFile) -> str | None:

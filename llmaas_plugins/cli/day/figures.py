@@ -74,8 +74,8 @@ def figures_of(day: Day) -> dict[str, Figures]:
     return {name: _figures(day, name) for name in day.results}
 
 
-def as_json(day: Day) -> dict[str, Any]:
-    """Return all measurements as JSON types."""
+def as_json(day: Day, found: Mapping[str, Figures]) -> dict[str, Any]:
+    """Return all measurements, and the figures of each system, as JSON types."""
     options = day.options
     return {
         "run": run_record(),
@@ -95,7 +95,7 @@ def as_json(day: Day) -> dict[str, Any]:
         },
         "left_out": dict(day.files.left_out),
         "pace": day.pace._asdict(),
-        "systems": {name: _plain(figures) for name, figures in figures_of(day).items()},
+        "systems": {name: _plain(figures) for name, figures in found.items()},
         "speed_of_all_together": {
             than: speed_of(day, TOGETHER, than)._asdict() for than in (VANILLA, STATES)
         },

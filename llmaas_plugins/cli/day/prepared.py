@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmaas_hooks import ConfigError, LlmaasError
+from llmaas_hooks import LlmaasError
 from llmaas_plugins.cli.given_text import conversation_files
-from llmaas_plugins.cli.setup.processes import completed
+from llmaas_plugins.cli.setup.processes import completed, error_of
 from llmaas_plugins.cli.setup.steps import Job, Step, steps_of
 from llmaas_plugins.config import Config
 from llmaas_plugins.model.digest import file_digest
-from llmaas_plugins.model.made_files import problem_of
+from llmaas_plugins.model.made_files import file_in_place_of
 from llmaas_plugins.reference_model import reference_model_path
 
 __all__ = ["STEPS", "Prepared", "environment", "found_files", "made_files", "own_home"]
@@ -87,7 +87,8 @@ def found_files(model: Path, config: Config, n_threads: int) -> Prepared:
     from llmaas_plugins.cli.flash.pack import is_packed, tensors_of
     from llmaas_plugins.flash_weights.packed import packed_path
 
-    made, left_out, then = _made(model, config), {}, f"`llmaas setup {model}"
+    then, left_out = f"`llmaas setup {model}", dict[str, str]()
+    made = file_in_place_of(model, config.models, f"{then}`")
     table, problem = _levels(made, config, n_threads)
     if problem:
         left_out["elastic"] = f"{problem}; {then}` makes them"
@@ -135,22 +136,11 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _run(step: Step, options: tuple[str, ...]) -> None:
     done = completed((*step.arguments, *options), shows_errors=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
-        raise LlmaasError(f"step {step.name} failed: {last.removeprefix('llmaas: error: ')}")
+        raise LlmaasError(f"step {step.name} failed: {error_of(done)}")
 
 
 def _threads(step: Step, n_threads: int) -> tuple[str, ...]:
     return ("--threads", str(n_threads)) if step.name == "profile" else ()
-
-
-def _made(model: Path, config: Config) -> Path:
-    found = {Path(name).resolve(): one for name, one in config.models.items()}
-    made = found.get(model.resolve())
-    if made is None:
-        return model
-    if (problem := problem_of(model, made)) is not None:
-        raise ConfigError(f"{problem}. `llmaas setup {model}` prepares it again.")
-    return made.file.expanduser()
 
 
 def _levels(made: Path, config: Config, n_threads: int) -> tuple[str | None, str]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import Tokens, request_scope
 from llmaas_plugins.cli.day.trace import Call, Pace
+from llmaas_plugins.cli.led import HIGHEST, LOWEST, judged, opened, serve_methods
 from llmaas_plugins.machine import peak_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Called", "Side", "Usage", "serve"]
 
-_LOWEST, _HIGHEST = np.float32(-1e30), np.float32(1e4)
 _REPEATS, _N_FURTHER = 3, 12
 _COLD_BYTES = 64 << 20
 
@@ -102,28 +102,11 @@ def serve(side: Side, pipe: Connection) -> None:
 
     A request is the name of a method of ``_System``, with its arguments.
     """
-    with _opened(side) as system:
-        pipe.send("ready")
-        while True:
-            method, *arguments = pipe.recv()
-            pipe.send(getattr(system, method)(*arguments))
+    with opened(side.model, side.config, **side.llama) as (llama, suite):
+        serve_methods(_System(side, llama, suite), pipe)
 
 
 # -- inside --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _opened(side: Side) -> Iterator[_System]:
-    from llama_cpp import Llama
-
-    from llmaas_plugins.activation import activate
-    from llmaas_plugins.model.loading import load_errors
-
-    with contextlib.ExitStack() as opened:
-        suite = None if side.config is None else opened.enter_context(activate(side.config))
-        with load_errors(side.model):
-            llama = Llama(str(side.model), verbose=False, **side.llama)
-        yield _System(side, opened.enter_context(contextlib.closing(llama)), suite)
 
 
 @dataclass(slots=True)
@@ -244,10 +227,10 @@ class _Guide:
 
     def __call__(self, _tokens: object, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         if not len(self._led):
-            self._led = np.full(len(logits), _LOWEST, np.float32)
+            self._led = np.full(len(logits), LOWEST, np.float32)
         elif self._logits:
-            self._led[self._answer[len(self._logits) - 1]] = _LOWEST
-        self._led[self._answer[len(self._logits)]] = _HIGHEST
+            self._led[self._answer[len(self._logits) - 1]] = LOWEST
+        self._led[self._answer[len(self._logits)]] = HIGHEST
         self._logits.append(np.array(logits, np.float32))
         return self._led
 
@@ -255,9 +238,7 @@ class _Guide:
         """Return the most likely tokens, and the losses of the reply's."""
         best, losses = [], []
         for token, logits in zip(self._answer, self._logits, strict=True):
-            scores = logits.astype(np.float64)
-            most = int(scores.argmax())
-            shifted = scores - scores[most]
+            most, loss = judged(logits, token)
             best.append(most)
-            losses.append(float(np.log(np.exp(shifted).sum()) - shifted[token]))
+            losses.append(loss)
         return best, losses

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.elastic.estimates import Speeds
-from llmaas_plugins.cli.setup.processes import completed
+from llmaas_plugins.cli.setup.processes import completed, error_of
 from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job, improving_steps, recovering_s
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.json_text import parse_json
@@ -57,10 +57,7 @@ def estimates_of(job: Job) -> Estimates:
     searching = [*improving_steps(job)[0].arguments, "--dry-run"]  # all steps of `prepare`
     done = completed(searching, shows_errors=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
-        raise ConfigError(
-            f"{last.removeprefix('llmaas: error: ')} `--skip prepare` leaves levels out."
-        )
+        raise ConfigError(f"{error_of(done)} `--skip prepare` leaves levels out.")
     found = parse_json(done.stdout)
     chats = sum(path.stat().st_size for path in job.chats)
     seconds = _seconds(found, chats, n_bytes) | {"recover": recovering_s(job)}

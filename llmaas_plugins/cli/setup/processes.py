@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["begun", "completed"]
+__all__ = ["begun", "completed", "error_of"]
 
 _running: list[subprocess.Popen[bytes]] = []
 """Processes that were started: Python warns of one that is forgotten."""
@@ -40,6 +40,12 @@ def completed(
         text=True,
         check=False,
     )
+
+
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the error of a command that failed, whose errors were not shown."""
+    last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+    return last.removeprefix("llmaas: error: ")
 
 
 def begun(arguments: Sequence[str], log: Path) -> int:

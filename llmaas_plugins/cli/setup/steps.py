@@ -5,6 +5,7 @@ A step runs in a process of its own, so its memory is free again before the next
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import shlex
@@ -245,17 +246,20 @@ def _recover(job: Job) -> Step:
 
 def recovering_s(job: Job) -> float:
     """Return about how many seconds adapters take to learn on two cores."""
-    return _RECOVERED_S * _n_parameters(job.model) * _recovered_tokens(job)
+    return _RECOVERED_S * _n_parameters(job.model, job.digest) * _recovered_tokens(job)
 
 
 def _recovered_tokens(job: Job) -> int:
     """Return from how many tokens adapters learn, fewer for larger models."""
     least, most = _TOKENS
-    fitting = int(_RECOVERED / _n_parameters(job.model))
+    fitting = int(_RECOVERED / _n_parameters(job.model, job.digest))
     return min(most, max(least, 1 << max(0, fitting.bit_length() - 1)))
 
 
-def _n_parameters(model: Path) -> int:
+@functools.cache
+def _n_parameters(model: Path, digest: str) -> int:
+    """Count the parameters of the model with this digest, whose header is read once."""
+    del digest
     return sum(one.n_rows * one.n_columns for one in read_header(model).tensors.values())
 
 

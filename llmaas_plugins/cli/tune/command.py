@@ -17,8 +17,8 @@ from llmaas_plugins.cli.options import add_config_option, positive
 from llmaas_plugins.cli.output import print_report
 from llmaas_plugins.cli.setup.config_text import write_switches
 from llmaas_plugins.cli.switches import switched, switches
-from llmaas_plugins.config import Config, load_config
-from llmaas_plugins.model.made_files import problem_of
+from llmaas_plugins.config import load_config
+from llmaas_plugins.model.made_files import file_in_place_of
 
 if TYPE_CHECKING:
     from llmaas_plugins.cli.tune.parts import Outcome, Plan
@@ -122,23 +122,8 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Path]:
     texts = [content_of(text)[:_MOST_TEXT] for text in args.text] or _packaged()
     for export in args.chats:
         content_of(export)
-    made = _made(config, model, setup)
+    made = file_in_place_of(model, config.models, setup)
     return Plan(model, made, config, tuple(texts), tuple(args.chats), args.minutes), path
-
-
-def _made(config: Config, model: Path, setup: str) -> Path:
-    """Return the file that apps load in place of the model.
-
-    Raises:
-        ConfigError: It is not what it was.
-    """
-    found = {Path(name).resolve(): one for name, one in config.models.items()}
-    made = found.get(model.resolve())
-    if made is None:
-        return model
-    if (problem := problem_of(model, made)) is not None:
-        raise ConfigError(f"{problem}. {setup} prepares it again.")
-    return made.file.expanduser()
 
 
 def _packaged() -> list[bytes]:

@@ -20,13 +20,11 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import request_scope
 from llmaas_hooks.types import Levels
+from llmaas_plugins.cli.led import HIGHEST, LOWEST, judged, opened, serve_methods
 from llmaas_plugins.config import Config
 from llmaas_plugins.machine import peak_bytes
 
 __all__ = ["Followed", "Led", "Side", "State", "serve"]
-
-_LOWEST = np.float32(-1e30)
-_HIGHEST = np.float32(1e4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,28 +96,11 @@ def serve(side: Side, pipe: Connection) -> None:
 
     A request is the name of a method of ``_Engine``, with its arguments.
     """
-    with _opened(side) as engine:
-        pipe.send("ready")
-        while True:
-            method, *arguments = pipe.recv()
-            pipe.send(getattr(engine, method)(*arguments))
+    with opened(side.model, side.config, n_ctx=side.n_ctx) as (llama, suite):
+        serve_methods(_Engine(llama, suite), pipe)
 
 
 # -- inside --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _opened(side: Side) -> Iterator[_Engine]:
-    from llama_cpp import Llama
-
-    from llmaas_plugins.activation import activate
-    from llmaas_plugins.model.loading import load_errors
-
-    with contextlib.ExitStack() as opened:
-        suite = None if side.config is None else opened.enter_context(activate(side.config))
-        with load_errors(side.model):
-            llama = Llama(str(side.model), n_ctx=side.n_ctx, verbose=False)
-        yield _Engine(opened.enter_context(contextlib.closing(llama)), suite)
 
 
 class _Engine:
@@ -183,12 +164,11 @@ class _Guide:
 
     def __call__(self, _tokens: object, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         began = time.perf_counter()
-        token, scores = next(self._answer), np.array(logits, np.float64)
-        most = int(scores.argmax())
-        shifted = scores - scores[most]
-        self.losses.append(float(np.log(np.exp(shifted).sum()) - shifted[token]))
+        token = next(self._answer)
+        most, loss = judged(logits, token)
+        self.losses.append(loss)
         self.best.append(most)
-        led = np.full(len(scores), _LOWEST, np.float32)
-        led[token] = _HIGHEST
+        led = np.full(len(logits), LOWEST, np.float32)
+        led[token] = HIGHEST
         self.spent_s += time.perf_counter() - began
         return led
