@@ -68,6 +68,7 @@ class FakeEngine:
     resident_app: str | None = None
     n_outputs: int = 1
     keeps_cells: bool = False
+    can_drop_tokens: bool = True
     is_evaluating: bool = False
     tokens: Sequence[int] = ()
 

@@ -138,6 +138,10 @@ class Engine(Protocol):
     def keeps_cells(self, keeps_cells: bool) -> None: ...
 
     @property
+    def can_drop_tokens(self) -> bool:
+        """Whether the last few tokens can be removed; recurrent models, for instance, cannot."""
+
+    @property
     def is_evaluating(self) -> bool:
         """Whether ``Llama.eval`` decodes the current batch; plugins decode batches of their own."""
 

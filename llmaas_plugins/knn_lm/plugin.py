@@ -31,7 +31,6 @@ from llmaas_plugins.knn_lm.build.learner import Learner
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.drafts.registry import DraftRegistry
-from llmaas_plugins.knn_lm.drafts.requirements import rollback_obstacle
 from llmaas_plugins.knn_lm.mixing.mixer import MixCounts, Mixer, Mixing, MixSettings, MixSource
 
 __all__ = ["KnnLM"]
@@ -311,8 +310,7 @@ class KnnLM:
         self._require_model(opened.datastore, engine.llama, model)
         if engine.ctx not in self._served:
             mixer = Mixer(native, opened.key, self._counts)
-            can_rewind = rollback_obstacle(engine.llama) is None
-            self._served[engine.ctx] = _Served(engine, mixer, model, can_rewind)
+            self._served[engine.ctx] = _Served(engine, mixer, model, engine.can_drop_tokens)
         return None
 
     def _require_model(self, datastore: Datastore, llama: Any, model: bytes) -> None:

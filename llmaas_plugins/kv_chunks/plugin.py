@@ -38,7 +38,7 @@ from llmaas_plugins.kv_chunks.config import KVChunksConfig
 from llmaas_plugins.kv_chunks.context_places import context_places
 from llmaas_plugins.kv_chunks.context_records import ContextRecords, alteration
 from llmaas_plugins.kv_chunks.eligibility import request_cells, why_unserved
-from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget, token_bytes
+from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.wanted_cells import may_park, wanted_tokens
 from llmaas_plugins.kv_chunks.plugin_counters import PluginCounters
@@ -51,6 +51,7 @@ from llmaas_plugins.kv_chunks.transfer.pipeline import Workers
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 from llmaas_plugins.kv_chunks.transfer.transfer import Transfer
 from llmaas_plugins.lazy import lazy
+from llmaas_plugins.model.cell_sizes import token_bytes
 from llmaas_plugins.model.digest import begin_digest, changed_in_place
 from llmaas_plugins.model.identity import hashed, is_rotation_off
 from llmaas_plugins.signals import signals_wait

@@ -1,15 +1,29 @@
-"""Sizes of a new context's cells."""
+"""Sizes of a context's cells."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import ContextCreate
+from llmaas_plugins.model.identity import metadata
 
-__all__ = ["all_cell_bytes", "cell_bytes", "n_ctx_of"]
+__all__ = ["all_cell_bytes", "cell_bytes", "n_ctx_of", "token_bytes"]
+
+_BF16 = 30
+_BLOCKS = {
+    llama_cpp.GGML_TYPE_F16: (1, 2),
+    _BF16: (1, 2),
+    llama_cpp.GGML_TYPE_Q8_0: (32, 34),
+    llama_cpp.GGML_TYPE_Q5_0: (32, 22),
+    llama_cpp.GGML_TYPE_Q5_1: (32, 24),
+    llama_cpp.GGML_TYPE_Q4_0: (32, 18),
+    llama_cpp.GGML_TYPE_Q4_1: (32, 20),
+    llama_cpp.GGML_TYPE_IQ4_NL: (32, 18),
+}
+"""Values and bytes per block, by type of the cells. Importing gguf for it would take megabytes."""
+_UNKNOWN_BLOCK = 1, 4  # F32 and unknown types
 
 
 def n_ctx_of(create: ContextCreate) -> int:
@@ -19,14 +33,23 @@ def n_ctx_of(create: ContextCreate) -> int:
 
 def all_cell_bytes(create: ContextCreate) -> int:
     """Estimate the bytes of a new context's cells, assuming that all layers are alike."""
-    model = create.model
-    n_embd, n_head = llama_cpp.llama_model_n_embd(model), llama_cpp.llama_model_n_head(model)
-    width = llama_cpp.llama_model_n_head_kv(model) * n_embd // max(1, n_head)
-    n_values = llama_cpp.llama_model_n_layer(model) * width * n_ctx_of(create)
-    return int(n_values * cell_bytes(create.params))
+    return n_ctx_of(create) * token_bytes(create.model, create.params)
+
+
+def token_bytes(model: int, params: Any) -> int:
+    """Estimate the bytes of a context's cell, assuming that all layers are alike."""
+    arch = metadata(model, "general.architecture")
+    n_head = max(1, llama_cpp.llama_model_n_head(model))
+    by_default = llama_cpp.llama_model_n_embd(model) // n_head
+    n_bytes = 0
+    for name, kind in (("key", params.type_k), ("value", params.type_v)):
+        n_values, block_bytes = _BLOCKS.get(kind, _UNKNOWN_BLOCK)
+        width = int(metadata(model, f"{arch}.attention.{name}_length") or by_default)
+        n_bytes += llama_cpp.llama_model_n_head_kv(model) * width * block_bytes // n_values
+    return max(1, llama_cpp.llama_model_n_layer(model) * n_bytes)
 
 
 def cell_bytes(params: Any) -> float:
     """Return the bytes of one key value and one value value together."""
-    sizes = (GGML_QUANT_SIZES[GGMLQuantizationType(int(t))] for t in (params.type_k, params.type_v))
-    return sum(n_bytes / n_values for n_values, n_bytes in sizes)
+    blocks = (_BLOCKS.get(kind, _UNKNOWN_BLOCK) for kind in (params.type_k, params.type_v))
+    return sum(n_bytes / n_values for n_values, n_bytes in blocks)

@@ -172,19 +172,11 @@ def drafting_of(host: Host, engine: LlamaEngine, request: Request) -> Drafting |
     """Return the plugins' drafts for a request, or None if there are none."""
     if engine.app_drafts or request.reads_tokens or engine.needs_all_logits:
         return None
-    if not host.hooks.listens(_HOOK) or not _can_drop_tokens(engine.llama):
+    if not host.hooks.listens(_HOOK) or not engine.can_drop_tokens:
         return None
     drafting = Drafting(host, engine, host.batch_times.setdefault(engine, BatchTimes()))
     drafting.offer(host.hooks.draft(request, drafting.guess))
     return drafting
-
-
-def _can_drop_tokens(llama: Llama) -> bool:
-    """Return whether an engine can remove its last few tokens."""
-    model: Any = llama.model
-    has_gaps = llama_cpp.llama_model_n_swa(model) > 0 and not llama.context_params.swa_full
-    is_recurrent = llama_cpp.llama_model_is_recurrent(model)
-    return not (has_gaps or is_recurrent or llama_cpp.llama_model_is_hybrid(model))
 
 
 def _may_propose(llama: Llama, most: int) -> Callable[[int], bool]:

@@ -83,6 +83,15 @@ class LlamaEngine:
         """Whether the ``Llama`` object and its context are still in use."""
         return self._llama() is not None and not self._tracker.is_closed
 
+    @property
+    def can_drop_tokens(self) -> bool:
+        """Whether the engine can remove its last few tokens."""
+        llama = self.llama
+        model: Any = llama.model
+        has_gaps = llama_cpp.llama_model_n_swa(model) > 0 and not llama.context_params.swa_full
+        is_recurrent = llama_cpp.llama_model_is_recurrent(model)
+        return not (has_gaps or is_recurrent or llama_cpp.llama_model_is_hybrid(model))
+
     def resident_tokens(self) -> Tokens:
         """Return a copy, shape ``(n,)``, of the tokens in sequence 0 at positions 0…n-1.
 

@@ -6,8 +6,10 @@ import contextlib
 import itertools
 
 import pytest
+from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+from llmaas_eval.families import write_family
 from llmaas_hooks import PluginError, Proposal, hookimpl
 
 PROMPT = [1, 400, 401, 402, 403, 404]
@@ -155,3 +157,19 @@ def test_requests_that_must_not_get_drafts(make, patched, said):
     assert llama.draft_model is not None
     say(make(), stopping_criteria=lambda tokens, logits: False)
     assert offering.requests == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "swa_full", "n_requests"),
+    [("mamba2", False, 0), ("granitehybrid", False, 0), ("gemma3", False, 0), ("gemma3", True, 1)],
+)
+def test_only_models_that_can_drop_tokens_are_offered_drafts(
+    tmp_path, patched, family, swa_full, n_requests
+):
+    offering = Offering(Knowing([]))
+    patched(p=offering)
+    model = write_family(family, tmp_path / "model.gguf")
+    options = {"n_ctx": 256, "n_threads": 1, "verbose": False, "swa_full": swa_full}
+    with contextlib.closing(Llama(str(model), **options)) as llama:
+        say(llama, 2)
+    assert offering.requests == n_requests

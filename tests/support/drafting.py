@@ -10,6 +10,7 @@ import time
 import weakref
 
 import numpy as np
+from llama_cpp import llama_cpp
 
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 from llmaas_plugins.knn_lm.drafts.requirements import most_tokens, obstacle
@@ -18,13 +19,26 @@ BATCH_SIZES = (1, 2, 4, 8, 16)
 N_ROUNDS = 5
 
 
+def refusal(llama):
+    """Return why the host would make no drafts on this engine (``Engine.can_drop_tokens``)."""
+    model = llama.model
+    has_gaps = llama_cpp.llama_model_n_swa(model) > 0 and not llama.context_params.swa_full
+    reasons = {
+        "recurrent model": llama_cpp.llama_model_is_recurrent(model),
+        "hybrid model": llama_cpp.llama_model_is_hybrid(model),
+        "sliding window without swa_full": has_gaps,
+        "the engine has a draft model": llama.draft_model is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def attach(llama, draft):
     """Attach ``draft`` to an engine that no patch serves.
 
     Raises:
         ValueError: The engine cannot remove drafted tokens, or has no room for them.
     """
-    if reason := obstacle(llama, draft):
+    if reason := refusal(llama) or obstacle(llama, draft):
         raise ValueError(f"no drafts: {reason}")
     set_batch, engine = llama._batch.set_batch, weakref.ref(llama)
 

@@ -20,40 +20,14 @@ from llmaas_hooks import CellMemory, Engine
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
-from llmaas_plugins.model.identity import metadata
 
-__all__ = ["ParkedCellBudget", "token_bytes"]
+__all__ = ["ParkedCellBudget"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
 
 _APP_SEQUENCE = 0
 _STEP = 256  # llama.cpp rounds the cells of a graph up to a multiple of this
 _GROWTH_DIVISOR = 16  # 1/16 of the RAM tier stays free for the chunks of the next calls
-_BLOCKS = {
-    llama_cpp.GGML_TYPE_F16: (1, 2),
-    30: (1, 2),  # BF16
-    llama_cpp.GGML_TYPE_Q8_0: (32, 34),
-    llama_cpp.GGML_TYPE_Q5_0: (32, 22),
-    llama_cpp.GGML_TYPE_Q5_1: (32, 24),
-    llama_cpp.GGML_TYPE_Q4_0: (32, 18),
-    llama_cpp.GGML_TYPE_Q4_1: (32, 20),
-    llama_cpp.GGML_TYPE_IQ4_NL: (32, 18),
-}
-"""Values and bytes per block, by type of the cells."""
-_UNKNOWN_BLOCK = 1, 4  # F32 and unknown types
-
-
-def token_bytes(model: int, params: llama_cpp.llama_context_params) -> int:
-    """Estimate the bytes of a context's cell, assuming that all layers are alike."""
-    arch = metadata(model, "general.architecture")
-    n_head = max(1, llama_cpp.llama_model_n_head(model))
-    by_default = llama_cpp.llama_model_n_embd(model) // n_head
-    n_bytes = 0
-    for name, kind in (("key", params.type_k), ("value", params.type_v)):
-        n_values, block_bytes = _BLOCKS.get(kind, _UNKNOWN_BLOCK)
-        width = int(metadata(model, f"{arch}.attention.{name}_length") or by_default)
-        n_bytes += llama_cpp.llama_model_n_head_kv(model) * width * block_bytes // n_values
-    return max(1, llama_cpp.llama_model_n_layer(model) * n_bytes)
 
 
 class ParkedCellBudget:

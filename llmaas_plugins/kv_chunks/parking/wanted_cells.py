@@ -8,6 +8,7 @@ from llama_cpp import llama_cpp
 
 from llmaas_plugins import process_memory
 from llmaas_plugins.machine import resident_bytes
+from llmaas_plugins.model.cell_sizes import all_cell_bytes, n_ctx_of, token_bytes
 
 if TYPE_CHECKING:
     from llmaas_hooks import ContextCreate
@@ -43,11 +44,9 @@ def wanted_tokens(create: ContextCreate, config: KVChunksConfig) -> int:
         return 0
     if resident_bytes() < llama_cpp.llama_model_size(create.model):
         return 0
-    from llmaas_plugins.model.cell_sizes import all_cell_bytes, n_ctx_of  # takes megabytes
-
-    own, n_ctx = all_cell_bytes(create), n_ctx_of(create)
-    fitting = _SHARE * (room - own) / max(1, own // max(1, n_ctx) + _score_bytes(create))
-    return max(0, min(_CONTEXTS * n_ctx, int(fitting)))
+    own, each = all_cell_bytes(create), token_bytes(create.model, create.params)
+    fitting = _SHARE * (room - own) / (each + _score_bytes(create))
+    return max(0, min(_CONTEXTS * n_ctx_of(create), int(fitting)))
 
 
 def _score_bytes(create: ContextCreate) -> int:

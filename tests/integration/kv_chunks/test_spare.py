@@ -17,11 +17,12 @@ from switching import ask
 
 from llmaas_hooks import KVRestored, hookimpl
 from llmaas_plugins._native import Budget, KVGeometry
-from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget, token_bytes
+from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
+from llmaas_plugins.model.cell_sizes import token_bytes
 
 N_CTX, STEP = 256, 256
 ENGINE = {"n_ctx": N_CTX, "flash_attn": True}

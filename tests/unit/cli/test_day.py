@@ -154,7 +154,7 @@ def test_figures(day):
     assert found[TOGETHER].agreement.value == 0.75
     assert found[VANILLA].agreement == found[VANILLA].speed == (1, 1, 1)
     assert found[VANILLA].perplexity == pytest.approx(2.718, abs=1e-3)
-    again = json.loads(json.dumps(as_json(day, figures_of(day))))
+    again = json.loads(json.dumps(as_json(day, found)))
     assert {name: read_figures(one) for name, one in again["systems"].items()} == found
 
 
