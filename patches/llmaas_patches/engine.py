@@ -16,7 +16,7 @@ from llmaas_hooks import HookManager, ModelLoad, Tokens, common_prefix, forks
 from llmaas_patches.background import BackgroundWork
 from llmaas_patches.cell_tracker import CellTracker, Due
 from llmaas_patches.engine_state import OUTPUTS, Left, Outputs
-from llmaas_patches.internals import require_evaluation
+from llmaas_patches.internals import can_drop_tokens, require_evaluation
 
 __all__ = ["LlamaEngine"]
 
@@ -28,6 +28,7 @@ class LlamaEngine:
 
     Attributes:
         load: How its model was opened; None if it was opened before the activation.
+        can_drop_tokens: Whether the last few tokens can be removed.
         needs_all_logits: Whether the running completion reads the logits of its whole prompt.
         n_outputs: Number of last prompt tokens that give logits and states in this request.
         n_said: Tokens in ``Llama``'s records of the running or last request, without those that a
@@ -53,6 +54,7 @@ class LlamaEngine:
         self.ctx: int = int(llama.ctx)
         self.model: int = int(llama.model)
         self.n_seq_max = n_seq_max
+        self.can_drop_tokens = can_drop_tokens(llama)
         self.needs_all_logits = False
         self.n_outputs = 1
         self.n_said = 0
@@ -61,8 +63,7 @@ class LlamaEngine:
         setattr(llama._batch, OUTPUTS, self._outputs)
         self._before_restore: Tokens | None = None
         self._n_before_restore = 0
-        self._has_restored = False
-        self._has_told = False
+        self._has_restored = self._has_told = False
         self._tracker = tracker
         self._ending = forks.lock()
 
@@ -82,15 +83,6 @@ class LlamaEngine:
     def is_alive(self) -> bool:
         """Whether the ``Llama`` object and its context are still in use."""
         return self._llama() is not None and not self._tracker.is_closed
-
-    @property
-    def can_drop_tokens(self) -> bool:
-        """Whether the engine can remove its last few tokens."""
-        llama = self.llama
-        model: Any = llama.model
-        has_gaps = llama_cpp.llama_model_n_swa(model) > 0 and not llama.context_params.swa_full
-        is_recurrent = llama_cpp.llama_model_is_recurrent(model)
-        return not (has_gaps or is_recurrent or llama_cpp.llama_model_is_hybrid(model))
 
     def resident_tokens(self) -> Tokens:
         """Return a copy, shape ``(n,)``, of the tokens in sequence 0 at positions 0…n-1.

@@ -9,6 +9,7 @@ from typing import Any
 from llama_cpp import Llama, _internals, llama_cpp
 
 __all__ = [
+    "can_drop_tokens",
     "decode_all",
     "load_model",
     "real_n_ctx",
@@ -16,6 +17,14 @@ __all__ = [
     "sampler_type",
     "server_engine",
 ]
+
+
+def can_drop_tokens(llama: Llama) -> bool:
+    """Return whether a ``Llama`` can remove its last few tokens, such as rejected drafts."""
+    model: Any = llama.model
+    has_gaps = llama_cpp.llama_model_n_swa(model) > 0 and not llama.context_params.swa_full
+    is_recurrent = llama_cpp.llama_model_is_recurrent(model)
+    return not (has_gaps or is_recurrent or llama_cpp.llama_model_is_hybrid(model))
 
 
 def decode_all(llama: Llama, tokens: Sequence[int], n_past: int) -> None:
