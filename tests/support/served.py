@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -166,6 +167,21 @@ def serving(
 
         wait_until(is_up)
         yield served
+
+
+def completion(server, body):
+    """Return an open answer to a completion."""
+    request = urllib.request.Request(
+        f"{server.address}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def completion_text(server, body):
+    with completion(server, body) as answer:
+        return json.loads(answer.read())["choices"][0]["text"]
 
 
 def drain(stream):

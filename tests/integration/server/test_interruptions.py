@@ -7,7 +7,7 @@ import threading
 import urllib.request
 
 import pytest
-from served import ENDLESS, LONG_N_CTX, drain, serving
+from served import ENDLESS, LONG_N_CTX, completion, completion_text, drain, serving
 
 pytest.importorskip("fastapi")
 
@@ -32,21 +32,6 @@ def server(tmp_path):
         yield server
 
 
-def completion(server, body):
-    """Return an open answer to a completion."""
-    request = urllib.request.Request(
-        f"{server.address}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    return urllib.request.urlopen(request, timeout=120)
-
-
-def text(server, body):
-    with completion(server, body) as answer:
-        return json.loads(answer.read())["choices"][0]["text"]
-
-
 def streamed(server, body, at_first=lambda: None):
     """Return the text of a stream; call a function after its first event."""
     found = []
@@ -60,11 +45,11 @@ def streamed(server, body, at_first=lambda: None):
 
 
 def test_a_long_answer_is_interrupted(server):
-    alone, short = text(server, LONG), text(server, SHORT)
+    alone, short = completion_text(server, LONG), completion_text(server, SHORT)
     done = []
 
     def ask():
-        done.append(text(server, SHORT))
+        done.append(completion_text(server, SHORT))
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
 
@@ -79,7 +64,7 @@ def test_a_long_answer_is_interrupted(server):
     assert status["interruptions"] >= 1
     assert server.metrics()["llmaas_interruptions"] == status["interruptions"]
     assert server.metrics()["llmaas_interrupted_calls"] == 0
-    assert text(server, LONG) == alone
+    assert completion_text(server, LONG) == alone
     server.wait_until_idle()
 
 
@@ -115,14 +100,14 @@ def test_a_client_that_leaves_an_interrupted_call(server):
     stream.close()
     second.close()
     server.wait_until_idle()
-    assert text(server, SHORT)
+    assert completion_text(server, SHORT)
     assert server.stop() == 0
 
 
 def test_calls_in_the_order_of_arrival_are_not_interrupted(tmp_path):
     config = CONFIG.format(service='schedule = "fifo"')
     with serving(tmp_path, config=config, n_ctx=LONG_N_CTX) as server:
-        short = threading.Thread(target=text, args=(server, SHORT))
+        short = threading.Thread(target=completion_text, args=(server, SHORT))
         streamed(server, LONG, short.start)
         short.join()
         assert server.status()["interruptions"] == 0

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from served import ENDLESS, LONG_N_CTX, drain, serving, wait_until
+from served import ENDLESS, LONG_N_CTX, completion, completion_text, drain, serving, wait_until
 
 pytest.importorskip("fastapi")
 
@@ -39,22 +39,8 @@ def together(folder, most=4, codec="int8", parked=0, timeout_s=30, **engine):
     return serving(folder, config=config, n_ctx=LONG_N_CTX, **engine)
 
 
-def opened(server, body):
-    request = urllib.request.Request(
-        f"{server.address}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    return urllib.request.urlopen(request, timeout=120)
-
-
-def text(server, body):
-    with opened(server, body) as answer:
-        return json.loads(answer.read())["choices"][0]["text"]
-
-
 def streamed(server, body):
-    with opened(server, body | {"stream": True}) as answer:
+    with completion(server, body | {"stream": True}) as answer:
         events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
     return "".join(event["choices"][0]["text"] for event in events)
 
@@ -78,7 +64,7 @@ def one_by_one(server, asks):
     """Return the results of calls, before each of which another one takes their cells."""
     found = []
     for ask in asks:
-        text(server, GREEDY | {"prompt": "Some other text", "max_tokens": 1})
+        completion_text(server, GREEDY | {"prompt": "Some other text", "max_tokens": 1})
         found.append(ask())
     return found
 
@@ -92,12 +78,12 @@ def batches(server):
 @pytest.mark.parametrize(
     ("codec", "parked"), [("int8", 0), ("int8", 4096), ("tolerance", 0), ("tolerance", 4096)]
 )
-@pytest.mark.parametrize("ask", [text, streamed], ids=["whole", "streamed"])
+@pytest.mark.parametrize("ask", [completion_text, streamed], ids=["whole", "streamed"])
 def test_answers_are_those_of_calls_alone(tmp_path, codec, parked, ask):
     bodies = [GREEDY | {"prompt": prompt} for prompt in PROMPTS]
     bodies.append(GREEDY | {"prompt": "Hello", "temperature": 0.9, "seed": 3, "max_tokens": 8})
     with together(tmp_path, codec=codec, parked=parked) as server:
-        alone = [text(server, body) for body in bodies]
+        alone = [completion_text(server, body) for body in bodies]
         assert batches(server) == (0, 0)
         for _ in range(3):
             assert at_once(*(lambda b=body: ask(server, b) for body in bodies)) == alone
@@ -105,7 +91,7 @@ def test_answers_are_those_of_calls_alone(tmp_path, codec, parked, ask):
         assert n_tokens > 1.5 * n_batches > 0
         server.wait_until_idle()
         assert server.metrics()["llmaas_queue_running_calls"] == 0
-        assert [text(server, body) for body in bodies] == alone
+        assert [completion_text(server, body) for body in bodies] == alone
         assert server.stop() == 0
 
 
@@ -145,7 +131,7 @@ def test_streams_of_contexts(tmp_path):
         asks = [lambda p=f"{prompt}? {prompt}!": ask(p) for prompt in PROMPTS[:4]]
         first, second = one_by_one(server, asks), one_by_one(server, asks)
         assert [context.delete() > 0 for context in app.contexts()]
-        text(server, GREEDY | {"prompt": "Some other text", "max_tokens": 1})
+        completion_text(server, GREEDY | {"prompt": "Some other text", "max_tokens": 1})
         assert at_once(*asks) in (first, second)
         assert batches(server)[0] > 0
 
@@ -157,23 +143,25 @@ def test_grammars_and_samplers_are_those_of_each_call(tmp_path):
     kinds = (digits, penalized, {"stop": ["and"]}, sampled)
     bodies = [GREEDY | {"prompt": p} | kind for p, kind in zip(PROMPTS, kinds, strict=False)]
     with together(tmp_path) as server:
-        alone = [text(server, body) for body in bodies]
+        alone = [completion_text(server, body) for body in bodies]
         assert alone[0].strip("0123456789 .") == ""
-        for ask in (text, streamed):
+        for ask in (completion_text, streamed):
             assert at_once(*(lambda b=body, a=ask: a(server, b) for body in bodies)) == alone
         assert batches(server)[0] > 0
 
 
 def test_a_client_that_leaves(tmp_path):
     with together(tmp_path) as server:
-        alone = text(server, GREEDY | {"prompt": PROMPTS[0]})
+        alone = completion_text(server, GREEDY | {"prompt": PROMPTS[0]})
         for _ in range(5):
-            with opened(server, LONG | {"prompt": PROMPTS[1], "stream": True}) as leaving:
+            with completion(server, LONG | {"prompt": PROMPTS[1], "stream": True}) as leaving:
                 assert leaving.readline().startswith(b"data: ")
-                others = threading.Thread(target=text, args=(server, LONG | {"prompt": PROMPTS[2]}))
+                others = threading.Thread(
+                    target=completion_text, args=(server, LONG | {"prompt": PROMPTS[2]})
+                )
                 others.start()
                 assert leaving.readline() is not None
-            assert text(server, GREEDY | {"prompt": PROMPTS[0]}) == alone
+            assert completion_text(server, GREEDY | {"prompt": PROMPTS[0]}) == alone
             others.join(120)
         server.wait_until_idle()
         assert server.stop() == 0
@@ -181,7 +169,7 @@ def test_a_client_that_leaves(tmp_path):
 
 def test_nobody_waits_for_a_client_that_does_not_read(tmp_path):
     with together(tmp_path, timeout_s=20) as server:
-        alone = text(server, GREEDY | {"prompt": PROMPTS[0]})
+        alone = completion_text(server, GREEDY | {"prompt": PROMPTS[0]})
         body = json.dumps(ENDLESS | {"prompt": PROMPTS[1], "stream": True}).encode()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -191,20 +179,20 @@ def test_nobody_waits_for_a_client_that_does_not_read(tmp_path):
             client.sendall(head.encode() + body)
             wait_until(lambda: server.status()["queue"] == 1)
             for _ in range(3):
-                assert text(server, GREEDY | {"prompt": PROMPTS[0]}) == alone
+                assert completion_text(server, GREEDY | {"prompt": PROMPTS[0]}) == alone
         server.wait_until_idle()
 
 
 def test_a_context_is_deleted_while_others_answer(tmp_path):
     with together(tmp_path) as server:
         app = server.client.bind("mail")
-        alone = text(server, GREEDY | {"prompt": PROMPTS[0]})
+        alone = completion_text(server, GREEDY | {"prompt": PROMPTS[0]})
         context, other = app.new_context(), app.new_context()
         stream = other.stream("Tell me a story.", **LONG)
         next(stream)
         context.call("Hello", max_tokens=3)
         context.delete()
-        assert text(server, GREEDY | {"prompt": PROMPTS[0]}) == alone
+        assert completion_text(server, GREEDY | {"prompt": PROMPTS[0]}) == alone
         drain(stream)
         assert [found.id for found in app.contexts()] == [other.id]
 
@@ -216,7 +204,9 @@ def test_the_service_stops_in_the_middle(tmp_path, how):
 
         def ask(prompt):
             with contextlib.suppress(urllib.error.HTTPError, OSError):
-                errors.append(text(server, LONG | {"prompt": prompt, "max_tokens": 1900}))
+                errors.append(
+                    completion_text(server, LONG | {"prompt": prompt, "max_tokens": 1900})
+                )
 
         threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in PROMPTS]
         for thread in threads:
@@ -231,23 +221,28 @@ def test_the_service_stops_in_the_middle(tmp_path, how):
 def test_calls_with_promises_run_alone(tmp_path):
     config = CONFIG.format(most=4, codec="int8", parked=0, timeout_s=30)
     with serving(tmp_path, config=config + "[plugins.deadlines]\n", n_ctx=LONG_N_CTX) as server:
-        alone = text(server, GREEDY | {"prompt": PROMPTS[0]})
+        alone = completion_text(server, GREEDY | {"prompt": PROMPTS[0]})
         soon = GREEDY | {"prompt": PROMPTS[0], "slo": {"ttft": "5 s"}}
-        with opened(server, LONG | {"prompt": PROMPTS[1], "stream": True}) as stream:
+        with completion(server, LONG | {"prompt": PROMPTS[1], "stream": True}) as stream:
             stream.readline()
-            assert at_once(*[lambda: text(server, soon)] * 3) == [alone] * 3
+            assert at_once(*[lambda: completion_text(server, soon)] * 3) == [alone] * 3
         server.wait_until_idle()
-        long = [threading.Thread(target=text, args=(server, LONG | {"prompt": p})) for p in PROMPTS]
+        long = [
+            threading.Thread(target=completion_text, args=(server, LONG | {"prompt": p}))
+            for p in PROMPTS
+        ]
         for thread in long:
             thread.start()
         wait_until(lambda: server.status()["queue"] == len(long))
-        assert text(server, soon) == alone  # before the four that run, and the one that waits
+        assert (
+            completion_text(server, soon) == alone
+        )  # before the four that run, and the one that waits
         assert server.status()["queue"] >= len(long)
         for thread in long:
             thread.join(120)
         server.wait_until_idle()
         n_batches, _ = batches(server)
-        assert text(server, soon) == alone
+        assert completion_text(server, soon) == alone
         assert batches(server)[0] == n_batches
 
 
@@ -268,9 +263,9 @@ def test_interrupted_calls_and_calls_aside_keep_their_own_cells(tmp_path, parked
         for prompt, promise in zip([*PROMPTS, "The sun"], promises, strict=True)
     ]
     with serving(tmp_path, config=config, n_ctx=LONG_N_CTX) as server:
-        alone = [text(server, body) for body in bodies]
+        alone = [completion_text(server, body) for body in bodies]
         for _ in range(3):
-            found = at_once(*[functools.partial(text, server, body) for body in bodies])
+            found = at_once(*[functools.partial(completion_text, server, body) for body in bodies])
             for body, answer, expected in zip(bodies, found, alone, strict=True):
                 assert answer == expected or "slo" in body
                 assert answer[:12] == expected[:12]
@@ -282,12 +277,12 @@ def test_bit_equality_is_kept_where_it_is_promised(tmp_path):
     with together(tmp_path, codec="lossless") as server:
         assert "lossless" in server.status()["together"]["why_alone"]
         assert "service.most_together = 4 has no effect" in server.log()
-        at_once(*(lambda p=p: text(server, GREEDY | {"prompt": p}) for p in PROMPTS))
+        at_once(*(lambda p=p: completion_text(server, GREEDY | {"prompt": p}) for p in PROMPTS))
         assert batches(server) == (0, 0)
 
 
 def test_options_that_keep_calls_alone(tmp_path):
     with together(tmp_path, logits_all=True) as server:
         assert server.status()["together"]["why_alone"].startswith("--logits_all needs")
-        at_once(*(lambda p=p: text(server, GREEDY | {"prompt": p}) for p in PROMPTS[:2]))
+        at_once(*(lambda p=p: completion_text(server, GREEDY | {"prompt": p}) for p in PROMPTS[:2]))
         assert batches(server) == (0, 0)
