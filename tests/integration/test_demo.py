@@ -14,9 +14,9 @@ from xml.etree import ElementTree as ET
 
 import fork_server
 import pytest
+from commands import mistake
 from outputs import made
 
-from llmaas_plugins.cli.main import main
 from llmaas_plugins.reference_model import reference_model_path
 
 COMMAND = [sys.executable, "-m", "llmaas_plugins.cli.main", "demo"]
@@ -161,12 +161,4 @@ def test_mistakes_are_one_line_and_code_2(tmp_path, monkeypatch, capsys, options
     talk = [{"role": role, "content": "Hello."} for role in ("user", "assistant")]
     (tmp_path / "one.jsonl").write_text(json.dumps({"messages": talk}))
     monkeypatch.chdir(tmp_path)
-    try:
-        code = main(["demo", *options])
-    except SystemExit as end:
-        code = end.code
-    said = capsys.readouterr()
-    assert (code, said.out) == (2, "")
-    assert message in said.err.splitlines()[-1]
-    assert said.err.count("error: ") == 1
-    assert "Traceback" not in said.err
+    assert message in mistake(capsys, ["demo", *options])

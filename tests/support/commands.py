@@ -6,6 +6,21 @@ import os
 import subprocess
 
 
+def mistake(capsys, arguments):
+    """Return the one line that a command says to a mistake, for which it ends with code 2."""
+    from llmaas_plugins.cli.main import main
+
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    assert said.err.count("error: ") == 1
+    assert "Traceback" not in said.err
+    return said.err.splitlines()[-1]
+
+
 def run_python(python, *arguments, environ=None, **kwargs):
     """Run a command that must succeed and return its output.
 

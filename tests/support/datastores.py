@@ -21,7 +21,7 @@ from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.knn_lm.archive.record import Record
 from llmaas_plugins.knn_lm.archive.segments import Binding
 from llmaas_plugins.knn_lm.build.encoder import Encoder
-from llmaas_plugins.knn_lm.build.ingest import tokens_of
+from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of, tokens_of
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
@@ -123,6 +123,27 @@ class Natives:
     @hookimpl
     def llmaas_native_context(self, context):
         self.by_ctx[context.ctx] = context
+
+
+@contextlib.contextmanager
+def filling(model, directory):
+    """Open an archive for a model; yield the engine, and a function that adds chats to it.
+
+    The function returns the archive. No suite may be active.
+    """
+    natives = Natives()
+    with (
+        activate({"on_error": "raise", "plugins": {}}, {"natives": natives}),
+        contextlib.closing(Llama(str(model), **ENGINE)) as llama,
+        Encoder(llama, natives.by_ctx, "ffn_input") as encoder,
+        Archive.open(directory, binding_of(llama, "ffn_input"), writable=True) as archive,
+    ):
+
+        def add(chats):
+            add_conversations(archive, llama, encoder, [(chat, "test") for chat in chats])
+            return archive
+
+        yield llama, add
 
 
 @functools.cache

@@ -56,21 +56,21 @@ def slow(level):
     return tuple(1000 * level * n for n in (1, 1000))
 
 
-def write_times(model, scale=1.0):
+def write_times(model, scale=1.0, levels=TENTHS):
     """Write a table in which each prompt token, and each further one, takes ``level`` seconds."""
     curves = {
         "n_tokens": (1, 1000),
-        "spread_ms": (((0.0, 0.0),) * len(TENTHS),),
+        "spread_ms": (((0.0, 0.0),) * len(levels),),
         "held": (500,),
     }
-    ttft = tuple(tuple(scale * ms for ms in slow(level)) for level in TENTHS)
-    held = tuple((scale * 500_000 * level,) for level in TENTHS)
-    flat = tuple((scale * 1000 * level,) * 2 for level in TENTHS)
+    ttft = tuple(tuple(scale * ms for ms in slow(level)) for level in levels)
+    held = tuple((scale * 500_000 * level,) for level in levels)
+    flat = tuple((scale * 1000 * level,) * 2 for level in levels)
     Latency(
         model=model.name,
         table="uniform",
         machine=Machine.this(),
-        levels=TENTHS,
+        levels=levels,
         threads=(1,),
         ttft=Curves(ms=(ttft,), held_ms=(held,), **curves),
         tpot=Curves(ms=(flat,), held_ms=(tuple(row[:1] for row in flat),), **curves),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from leveled import Recorder
+from leveled import Recorder, write_times
 from llama_cpp import Llama
 from preparing import prepare
 from switching import PROMPT, ask
@@ -20,28 +20,10 @@ from llmaas_plugins.deadlines import answering, answers
 from llmaas_plugins.deadlines.answers import Answers
 from llmaas_plugins.elastic import latency
 from llmaas_plugins.elastic.checkpoint import Checkpoint
-from llmaas_plugins.elastic.latency import Curves, Latency, Machine, latency_path
 
 LEVELS = (1.0, 0.6, 0.2)
 N_ANSWER = 3
 CHATS = [f"Question {i}: how many apples are {i} and {i + 1}? Answer:" for i in range(24)]
-
-
-def write_times(model):
-    """Write a table in which each token takes ``level`` seconds."""
-    flat = tuple((1000 * level,) * 2 for level in LEVELS)
-    rising = tuple((1000 * level, 1_000_000 * level) for level in LEVELS)
-    curves = {"n_tokens": (1, 1000), "spread_ms": (((0.0, 0.0),) * 3,), "held": (500,)}
-    held = tuple((500_000 * level,) for level in LEVELS)
-    Latency(
-        model=model.name,
-        table="uniform",
-        machine=Machine.this(),
-        levels=LEVELS,
-        threads=(1,),
-        ttft=Curves(ms=(rising,), held_ms=(held,), **curves),
-        tpot=Curves(ms=(flat,), held_ms=(tuple(row[:1] for row in flat),), **curves),
-    ).save(latency_path(model, "uniform"))
 
 
 @pytest.fixture
@@ -49,7 +31,7 @@ def model(reference_model, tmp_path, monkeypatch):
     monkeypatch.setattr(latency, "DIRECTORY", tmp_path / "latency")
     monkeypatch.setattr(answers, "DIRECTORY", tmp_path / "outcomes")
     model = prepare(reference_model, tmp_path / "model.gguf", levels=LEVELS)
-    write_times(model)
+    write_times(model, levels=LEVELS)
     return model
 
 

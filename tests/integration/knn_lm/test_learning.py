@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from datastores import CONVERSATIONS, ENGINE, QUESTIONS, Natives
+from datastores import CONVERSATIONS, ENGINE, QUESTIONS, filling
 from llama_cpp import Llama
 from served import wait_until
 
@@ -20,7 +20,6 @@ from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import INBOX, ONLINE, SELECTED
 from llmaas_plugins.knn_lm.build import learner as learning_module
 from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
-from llmaas_plugins.knn_lm.build.encoder import Encoder
 from llmaas_plugins.knn_lm.build.forget import forget_all
 from llmaas_plugins.knn_lm.build.inbox import (
     erase_learned,
@@ -29,7 +28,7 @@ from llmaas_plugins.knn_lm.build.inbox import (
     remember,
     waiting_files,
 )
-from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
+from llmaas_plugins.knn_lm.build.ingest import add_conversations
 from llmaas_plugins.knn_lm.build.update_datastore import is_update_due, update_datastore
 
 CHATS = [
@@ -316,19 +315,8 @@ def test_all_that_waits_is_forgotten_too(tmp_path):
 @pytest.fixture
 def growing(tmp_path, reference_model):
     """Return an archive that grows by conversations."""
-    natives = Natives()
-    with (
-        activate({"on_error": "raise", "plugins": {}}, {"natives": natives}),
-        contextlib.closing(Llama(str(reference_model), **ENGINE)) as llama,
-        Encoder(llama, natives.by_ctx, "ffn_input") as encoder,
-        Archive.open(tmp_path, binding_of(llama, "ffn_input"), writable=True) as archive,
-    ):
-
-        def grow(chats):
-            add_conversations(archive, llama, encoder, [(chat, "test") for chat in chats])
-            return archive
-
-        yield grow
+    with filling(reference_model, tmp_path) as (_, add):
+        yield add
 
 
 def test_the_first_conversations_are_due_and_then_enough_new_ones(growing):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from datastores import CONVERSATIONS, ENGINE, QUESTIONS, Natives
+from datastores import CONVERSATIONS, ENGINE, QUESTIONS, filling
 from llama_cpp import Llama, LlamaGrammar, LogitsProcessorList, StoppingCriteriaList, llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -19,8 +19,6 @@ from llmaas_plugins.chats.exports import Conversation, Message
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.segments import Binding
-from llmaas_plugins.knn_lm.build.encoder import Encoder
-from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
 from llmaas_plugins.service import LLMService
 
 N = 24
@@ -48,14 +46,8 @@ def store(filled, tmp_path):
 
 
 def fill(store, model, chats):
-    natives = Natives()
-    with (
-        activate({"on_error": "raise", "plugins": {}}, {"natives": natives}),
-        contextlib.closing(Llama(str(model), **ENGINE)) as llama,
-        Encoder(llama, natives.by_ctx, "ffn_input") as encoder,
-        Archive.open(store, binding_of(llama, "ffn_input"), writable=True) as archive,
-    ):
-        add_conversations(archive, llama, encoder, [(chat, "test") for chat in chats])
+    with filling(model, store) as (_, add):
+        add(chats)
 
 
 @contextlib.contextmanager

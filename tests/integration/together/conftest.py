@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
-from datastores import ENGINE, Natives, built
+from datastores import built, filling
 from leveled import write_times
-from llama_cpp import Llama
 from preparing import prepare
 from together import DRAFTS, FIRST, NEXT, PAIRS, run
 
 from llmaas_eval.data import packaged_lines
-from llmaas_plugins import activate
 from llmaas_plugins.chats.exports import Conversation, Message
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.elastic import latency
-from llmaas_plugins.knn_lm.archive.archive import Archive
-from llmaas_plugins.knn_lm.build.encoder import Encoder
-from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
 
 
 def remember_own(model, directory):
@@ -27,18 +20,12 @@ def remember_own(model, directory):
     then = run(model, {}, directory, first["contexts"], is_alone=True)
     answers = [(FIRST[name], first["said"][name][0]) for name in FIRST]
     answers += [(NEXT, found[-1]) for one in (first, then) for found in one["said"].values()]
-    natives = Natives()
-    with (
-        activate({"on_error": "raise", "plugins": {}}, {"natives": natives}),
-        contextlib.closing(Llama(str(model), **ENGINE)) as llama,
-        Encoder(llama, natives.by_ctx, "ffn_input") as encoder,
-        Archive.open(directory, binding_of(llama, "ffn_input"), writable=True) as archive,
-    ):
+    with filling(model, directory) as (llama, add):
         chats = [
             Conversation(f"{i}", "chat", messages_of(question, llama.detokenize(answer)), True)
             for i, (question, answer) in enumerate(answers)
         ]
-        add_conversations(archive, llama, encoder, [(chat, "test") for chat in chats])
+        add(chats)
 
 
 def messages_of(question, answer):
