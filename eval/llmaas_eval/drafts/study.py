@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,10 @@ class Study:
     def rows(self, shares: Sequence[float]) -> list[dict[str, Any]]:
         """Return a row for each share of the model's bytes that the process may take."""
         setting = self._setting
-        about = ["traces", setting.n_prompts, setting.n_said, setting.is_quick]
+        files = [reference_model_path()]
+        files += [] if setting.is_quick else [self._data / VALIDATION_TEXT]
+        digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+        about = ["traces", setting.n_prompts, setting.n_said, setting.is_quick, *digests]
         found = measured_once(self._folder, about, self._traces)
         return [self._row(share, found) for share in shares]
 
