@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.quick:
         args.shape, args.prompts, args.rounds, args.tokens, args.warm = "200m", 4, 2, 16, 32
+        args.memory = [1.3]  # the interpreter alone takes half of so small a model's bytes
     setting = Setting(
         args.shape, args.prompts, args.said, args.rounds, args.tokens, args.warm, args.quick
     )
