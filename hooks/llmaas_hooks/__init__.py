@@ -51,7 +51,14 @@ from llmaas_hooks.native import (
     TensorInfo,
     WeightClaim,
 )
-from llmaas_hooks.promises import NO_PROMISE, LevelTimes, Limit, Promise, RequestCost
+from llmaas_hooks.promises import (
+    NO_PROMISE,
+    LevelTimes,
+    Limit,
+    Promise,
+    RequestCost,
+    ShorterPrompt,
+)
 from llmaas_hooks.request_scope import RequestScope, serving_context
 from llmaas_hooks.request_stats import RequestStats
 from llmaas_hooks.seats import Seat
@@ -115,6 +122,7 @@ __all__ = [
     "RequestScope",
     "RequestStats",
     "Seat",
+    "ShorterPrompt",
     "StoreError",
     "Subscription",
     "TensorInfo",

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import pluggy
 
 from llmaas_hooks.memory import MemoryClaim
 from llmaas_hooks.native import WeightClaim
-from llmaas_hooks.promises import LevelTimes, RequestCost
+from llmaas_hooks.promises import LevelTimes, RequestCost, ShorterPrompt
 from llmaas_hooks.types import KVRestored, Levels
 
 __all__ = ["Implementation", "running"]
@@ -134,6 +135,22 @@ def _check_cost(result: Any, arguments: Mapping[str, Any]) -> None:
         raise TypeError(f"returned levels {levels!r}, expected a tuple of LevelTimes")
     for one in levels:
         Levels(one.level)  # raises an error that says which numbers are levels
+    for short in result.shorter:
+        if not isinstance(short, ShorterPrompt):
+            raise _wrong(short, "ShorterPrompt")
+        Levels(prompt_share=short.share)
+        if not (1 <= short.n_tokens < n_prompt and 0 <= short.seconds < math.inf):
+            raise TypeError(f"returned {short}, expected fewer than {n_prompt} tokens, and a time")
+
+
+def _check_shortened(result: Any, arguments: Mapping[str, Any]) -> None:
+    if result is None:
+        return
+    n_prompt = len(arguments["request"].tokens)
+    if not (isinstance(result, np.ndarray) and result.dtype == np.int32 and result.ndim == 1):
+        raise _wrong(result, "an int32 array of tokens, or None")
+    if not 1 <= len(result) < n_prompt:
+        raise TypeError(f"returned {len(result)} tokens, expected 1 to {n_prompt - 1}")
 
 
 def _check_drafter(result: Any, _: Mapping[str, Any]) -> None:
@@ -193,6 +210,7 @@ _CHECKS: Mapping[str, Check] = {
     "llmaas_turn": _check_turn,
     "llmaas_cost": _check_cost,
     "llmaas_level": _check_levels,
+    "llmaas_shorten": _check_shortened,
     "llmaas_draft": _check_drafter,
     "llmaas_status": _check_report,
     "llmaas_memory": _check_memory,

@@ -205,6 +205,19 @@ class HookManager:
         levels = functools.reduce(Levels.over, answers, Levels())
         return None if levels == Levels() else levels
 
+    def shorten(self, request: Request, share: float | None) -> Tokens | None:
+        """Fire ``llmaas_shorten`` plugin by plugin until one shortens the prompt."""
+        arguments = {"request": request, "share": share}
+        for implementation in self._found["llmaas_shorten"]:
+            try:
+                tokens: Tokens | None = implementation(arguments)
+            except Exception as error:
+                self.handle(_named(error, implementation.plugin, implementation.hook))
+            else:
+                if tokens is not None:
+                    return tokens
+        return None
+
     def request_begin(self, request: Request, levels: Levels | None) -> None:
         """Fire ``llmaas_request_begin``."""
         self._call("llmaas_request_begin", request=request, levels=levels)

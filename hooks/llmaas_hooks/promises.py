@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 from llmaas_hooks.errors import ConfigError
 
-__all__ = ["NO_PROMISE", "LevelTimes", "Limit", "Promise", "RequestCost"]
+__all__ = ["NO_PROMISE", "LevelTimes", "Limit", "Promise", "RequestCost", "ShorterPrompt"]
 
 _TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|%)", re.ASCII)
 _UNITS = {"ms": 1e-3, "s": 1.0, "%": 1e-2}
@@ -123,6 +123,20 @@ class LevelTimes(NamedTuple):
     tpot_s: Callable[[int], float]
 
 
+class ShorterPrompt(NamedTuple):
+    """A prompt of which a request could read a part.
+
+    Attributes:
+        share: Share of the prompt's tokens that is asked for.
+        n_tokens: Number of tokens that would be left.
+        seconds: Seconds that it takes to choose them.
+    """
+
+    share: float
+    n_tokens: int
+    seconds: float
+
+
 class RequestCost(NamedTuple):
     """Times that a plugin predicts for a request that has not begun.
 
@@ -132,12 +146,15 @@ class RequestCost(NamedTuple):
         levels: Times of each level, widest first; empty if the plugin measured none.
         levels_id: Name of what the levels compute: the same only for the same model, widths and
             adapters. None if it is unknown.
+        shorter: Prompts that the request could read instead, longest first; empty if its prompt
+            must stay whole.
     """
 
     n_ready: int = 0
     ready_s: float = 0.0
     levels: tuple[LevelTimes, ...] = ()
     levels_id: str | None = None
+    shorter: tuple[ShorterPrompt, ...] = ()
 
     def plus(self, other: RequestCost) -> RequestCost:
         """Return the cost of two plugins together."""
@@ -146,4 +163,5 @@ class RequestCost(NamedTuple):
             self.ready_s + other.ready_s,
             self.levels or other.levels,
             self.levels_id or other.levels_id,
+            self.shorter or other.shorter,
         )

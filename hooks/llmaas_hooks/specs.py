@@ -57,6 +57,7 @@ __all__ = [
     "llmaas_request_begin",
     "llmaas_request_end",
     "llmaas_request_resume",
+    "llmaas_shorten",
     "llmaas_shutdown",
     "llmaas_status",
     "llmaas_together",
@@ -205,6 +206,23 @@ def llmaas_level(request: Request, cost: Callable[[], RequestCost]) -> Levels | 
         the reply may be replaced when the first token's logits are there (``at_first_token``), and
         when it goes on after other requests (``at_resume``).
     Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
+    """
+
+
+@hookspec(firstresult=True)
+def llmaas_shorten(request: Request, share: float | None) -> Tokens | None:
+    """Choose the tokens of a prompt that a request reads.
+
+    When: after ``llmaas_level`` and before ``llmaas_request_begin`` of a
+        ``Llama.generate(reset=True)``. The call does not come if the app reads tokens or their
+        logits, because it would count on their positions. ``share`` is the share of the tokens that
+        the app asks for (``Levels.prompt_share``), or else the answer of ``llmaas_level``; None
+        leaves it to the plugin.
+    Thread: the app's. Cost: once a request, and its first token waits for it. The plugin may
+        evaluate tokens on the engine, whose cells it then drops.
+    Returns: the tokens to read, shape ``(n,)`` int32, fewer than the prompt has; None for all.
+        Later hooks get a request with these tokens, of which ``whole`` is this one.
+    Errors: with ``on_error = "log"`` the whole prompt is read.
     """
 
 

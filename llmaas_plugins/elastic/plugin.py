@@ -172,7 +172,7 @@ class ElasticModels:
         with self._lock:
             context = self._contexts.get(request.engine.ctx)
             if context is None:
-                if asks != Levels():
+                if asks.are_named:
                     raise ConfigError(f"cannot use the requested level: {self._reason(request)}")
                 return
             context.request = request
@@ -315,6 +315,6 @@ class ElasticModels:
     def _rest(self, context: ElasticContext, asks: Levels) -> None:
         """Set a context that serves no request to the levels asked for, or the configured one."""
         level = self._config.level
-        levels = asks.over(self._configured) if asks != Levels() else Levels(level, level)
+        levels = asks.over(self._configured) if asks.are_named else Levels(level, level)
         self._n_switches += context.begin(levels)
         context.rests_at = asks

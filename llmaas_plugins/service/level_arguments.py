@@ -54,7 +54,7 @@ def check_levels(levels: Levels) -> None:
     Raises:
         ConfigError: Levels are asked for, but not available.
     """
-    if levels == Levels():
+    if not levels.are_named:
         return
     suite = active_suite()
     if suite is None or "elastic" not in suite.config.enabled():

@@ -7,6 +7,7 @@ itself looks for the longest common prefix. The body of ``generate`` is never co
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import weakref
@@ -49,18 +50,31 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
         self: Llama, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
         tokens = _readable_twice(tokens)
-        inner = original(self, tokens, *args, **kwargs)  # checks the arguments now, runs later
+
+        def reading(prompt: Sequence[int]) -> _Tokens:
+            found: _Tokens = original(self, prompt, *args, **kwargs)
+            return found
+
+        inner = reading(tokens)  # checks the arguments now, runs later
         given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
         run = Run(given, request_scope.current())
-        found = steps(self, tokens, inner, run)
+        found = steps(self, tokens, inner, reading, run)
         run.generator = weakref.ref(found)
         return found
 
-    def steps(llama: Llama, tokens: Sequence[int], inner: _Tokens, run: Run) -> _Tokens:
+    def steps(
+        llama: Llama,
+        tokens: Sequence[int],
+        inner: _Tokens,
+        reading: Callable[[Sequence[int]], _Tokens],
+        run: Run,
+    ) -> _Tokens:
         end = _register(host, llama, tokens, run)
         engine, clock = end.engine, run.clock
         try:
             first_output, turns = _begin(host, end)
+            if end.request.whole is not None:
+                inner = reading(end.request.tokens.tolist())
             token = _first_token(end, inner, first_output, turns)
             engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
             while token is not None:
@@ -221,6 +235,8 @@ def _prepare(host: Host, end: End) -> int | None:
     """
     engine, request, resets = end.engine, end.request, end.run.resets
     end.levels = host.hooks.level(request, reuses=resets and not engine.needs_all_logits)
+    if resets:
+        end.request = request = _shortened(host, end)
     host.hooks.request_begin(request, end.levels)
     if not resets and engine.resident_app != request.app:  # it continues from another app's cells
         engine.doubt_resident()
@@ -235,6 +251,23 @@ def _prepare(host: Host, end: End) -> int | None:
     if first_output is not None:
         end.n_reused = min(end.n_reused, first_output)
     return first_output
+
+
+def _shortened(host: Host, end: End) -> Request:
+    """Return the request with the tokens that it reads.
+
+    An app that reads tokens, or the logits of all of them, counts on their positions.
+    """
+    engine, request = end.engine, end.request
+    if engine.needs_all_logits or engine.is_warming_up or request.reads_tokens:
+        return request
+    if engine.llama._logits_all:
+        return request
+    share = request.levels.over(end.levels).prompt_share
+    if share == 1 or not engine.has_room_for(len(request.tokens)):  # ``Llama`` is about to raise
+        return request
+    tokens = host.hooks.shorten(request, share)
+    return request if tokens is None else dataclasses.replace(request, tokens=tokens, whole=request)
 
 
 def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
