@@ -94,6 +94,97 @@ def test_hook_llmaas_level_is_told_to_those_who_begin(patched, make_llama):
     assert told.found == (1, Levels(prefill=0.5), 2, None)
 
 
+class Cutter:
+    """Reads the first and the last tokens of prompts, and records what it is asked."""
+
+    def __init__(self, n_each=2, level=None):
+        self.n_each, self.level, self.asked = n_each, level, []
+
+    @hookimpl
+    def llmaas_level(self):
+        return self.level
+
+    @hookimpl
+    def llmaas_shorten(self, request, share):
+        self.asked.append((request.tokens.tolist(), share))
+        tokens, n = request.tokens, self.n_each
+        return np.concatenate([tokens[:n], tokens[-n:]])
+
+
+SHORT = [*PROMPT[:2], *PROMPT[-2:]]
+
+
+def test_hook_llmaas_shorten(patched, make_llama):
+    expected = greedy(make_llama(), SHORT, 4)
+    cutter, recorder = Cutter(), Recorder()
+    patched(cutter=cutter, recorder=recorder)
+    llama = make_llama()
+    given = list(PROMPT)
+    found = greedy(llama, given, 4)
+    assert cutter.asked == [(PROMPT, None)]
+    assert given == PROMPT  # the app's list is its own
+    assert recorder.events == ONCE
+    (request,) = recorder.requests
+    assert (request.tokens.tolist(), request.whole.tokens.tolist()) == (SHORT, PROMPT)
+    assert request.whole.whole is None
+    assert recorder.saved.tolist() == SHORT + found[:3]
+    assert recorder.stats[0].n_prompt == len(SHORT)
+    assert found == expected
+
+
+def test_a_share_of_the_prompt_is_the_app_s_or_else_the_planner_s(patched, make_llama):
+    planned = Levels(prompt_share=0.5)
+    cutter = Cutter(level=planned)
+    patched(cutter=cutter)
+    llama = make_llama()
+    greedy(llama, PROMPT, 1)
+    for share in (0.7, 1.0):
+        with at_levels(Levels(prompt_share=share)):
+            greedy(llama, PROMPT, 1)
+    assert [share for _, share in cutter.asked] == [0.5, 0.7]  # a whole prompt needs no plugin
+
+
+@pytest.mark.parametrize("reader", ["processor", "criterion", "all logits", "no reset", "full"])
+def test_a_prompt_stays_whole_if_the_app_counts_on_its_tokens(patched, make_llama, reader):
+    cutter = Cutter()
+    patched(cutter=cutter)
+    llama = make_llama(logits_all=reader == "all logits")
+    given = {
+        "processor": {"logits_processor": LogitsProcessorList([lambda _tokens, scores: scores])},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([lambda _tokens, _: False])},
+        "no reset": {"reset": False},
+    }.get(reader, {})
+    if reader == "full":
+        with pytest.raises(ValueError, match="exceed context window"):
+            llama.create_completion(PROMPT * llama.n_ctx(), max_tokens=1)
+    else:
+        greedy(llama, PROMPT, 2, **given)
+        assert llama.n_tokens > len(PROMPT)
+    assert cutter.asked == []
+
+
+@pytest.mark.parametrize("wrong", [PROMPT, np.array(PROMPT[:3]), np.array([], np.int32), "some"])
+def test_a_wrong_prompt_is_not_read(patched, make_llama, wrong, caplog):
+    class Wrong:
+        @hookimpl
+        def llmaas_shorten(self):
+            return wrong
+
+    recorder = Recorder()
+    patched(on_error="log", wrong=Wrong(), recorder=recorder)
+    greedy(make_llama(), PROMPT, 2)
+    assert recorder.requests[0].tokens.tolist() == PROMPT
+    assert "'wrong' failed in llmaas_shorten" in caplog.text
+
+
+def test_a_completion_counts_the_whole_prompt(patched, make_llama):
+    patched(cutter=Cutter())
+    llama = make_llama()
+    found = llama.create_completion(PROMPT, max_tokens=3, temperature=0.0)
+    assert found["usage"]["prompt_tokens"] == len(PROMPT)
+    assert llama.n_tokens == len(SHORT) + found["usage"]["completion_tokens"] - 1
+
+
 def test_hook_llmaas_request_end(recorder, make_llama):
     llama = make_llama()
     first = greedy(llama, PROMPT, 4)
