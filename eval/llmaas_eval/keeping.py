@@ -13,6 +13,7 @@ from llmaas_eval.tables import Maker, Output, Table, read_output
 __all__ = ["REPORTS", "KeepError", "keep", "kept", "makers"]
 
 REPORTS = (
+    "llmaas_eval.all_on",
     "llmaas_eval.commands",
     "llmaas_eval.switching.report",
     "llmaas_eval.tolerance.report",

@@ -21,6 +21,7 @@ from llmaas_plugins.server.grammars import Wanted
 from llmaas_plugins.server.refusal import Refusal
 from llmaas_plugins.service.level_arguments import check_levels, levels_of
 from llmaas_plugins.service.promise_arguments import check_promise, promise_of
+from llmaas_plugins.service.share_arguments import check_share, share_of
 
 __all__ = ["LARGEST_FLOAT", "LONGEST_STOP", "MOST_STOPS", "Checked", "check_body"]
 
@@ -57,7 +58,8 @@ class Checked(NamedTuple):
     """Facts about a body that was checked.
 
     Attributes:
-        levels: Levels that the body asks for; none if the route itself handles levels.
+        levels: Levels that the body asks for, without those that the route itself handles, and the
+            share of the prompt.
         promise: Latency that the body asks for, with the most tokens of the answer.
         wanted: Grammars and schemas in the body, which remain to be checked.
     """
@@ -87,10 +89,11 @@ def check_body(route: str, body: bytes) -> Checked:
     promise = _asked("slo", values.get("slo"), promise_of, check_promise)
     if promise and route == "embedding":
         raise _mistake("slo: embeddings have no first token, so no promise can be kept.")
+    share = _asked("prompt_share", values.get("prompt_share"), share_of, check_share)
     most = getattr(checked, "max_tokens", values.get("max_tokens"))
     promise = replace(promise, n_most=most if type(most) is int and most > 0 else None)
     if not isinstance(checked, CreateChatCompletionRequest | CreateCompletionRequest):
-        return Checked(Levels(), promise, [])
+        return Checked(share, promise, [])
     _check_numbers(checked)
     _check_lists(checked)
     wanted = list(_wanted(values, is_chat=route == "chat"))
@@ -98,7 +101,7 @@ def check_body(route: str, body: bytes) -> Checked:
         if (n_bytes := len(one.text.encode())) > _MOST_GRAMMAR_BYTES:
             raise one.mistake(f"it has {n_bytes} bytes, the limit is {_MOST_GRAMMAR_BYTES}")
     levels = _asked("level", values.get("level"), levels_of, check_levels)
-    return Checked(levels, promise, wanted)
+    return Checked(levels.over(share), promise, wanted)
 
 
 def _asked(

@@ -33,8 +33,8 @@ Keep = Callable[[str, Sequence[Said]], object]
 
 _PATHS = {"chat": "/chat/completions", "completion": "/completions"}
 _CHOICE = b"x-llmaas-cloud"
-_LOCAL_HEADERS = (b"x-llmaas-level", b"x-llmaas-slo")
-_LOCAL_FIELDS = ("grammar", "level", "logit_bias", "slo")
+_LOCAL_HEADERS = (b"x-llmaas-level", b"x-llmaas-prompt-share", b"x-llmaas-slo")
+_LOCAL_FIELDS = ("grammar", "level", "logit_bias", "prompt_share", "slo")
 _OUTCOMES = (
     "asked",
     "answered",

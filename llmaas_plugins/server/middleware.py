@@ -39,6 +39,7 @@ from llmaas_plugins.service.promise_arguments import (
     configured_promise,
     promise_in_header,
 )
+from llmaas_plugins.service.share_arguments import check_share, share_in_header
 
 __all__ = ["RequestMiddleware", "Route", "route_of"]
 
@@ -299,8 +300,10 @@ class RequestMiddleware:
 
 
 def _levels(scope: Message) -> Levels:
-    """Return the levels that header X-LLMaaS-Level asks for."""
-    return _asked(scope, "X-LLMaaS-Level", levels_in_header, check_levels) or Levels()
+    """Return what headers X-LLMaaS-Level and X-LLMaaS-Prompt-Share ask for."""
+    levels = _asked(scope, "X-LLMaaS-Level", levels_in_header, check_levels) or Levels()
+    share = _asked(scope, "X-LLMaaS-Prompt-Share", share_in_header, check_share)
+    return levels if share is None else levels.over(share)
 
 
 def _promise(scope: Message) -> Promise:

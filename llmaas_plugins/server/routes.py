@@ -66,6 +66,11 @@ class CallBody(BaseModel):
         default=None, max_length=MOST_STOPS
     )
     level: Annotated[Levels, BeforeValidator(levels_of), WithJsonSchema(_LEVEL)] = Levels()
+    prompt_share: Any = Field(
+        default=None,
+        description="Share of the prompt's tokens to read, such as 0.5; 1 forbids to shorten it. "
+        "The middleware reads it.",
+    )
     slo: Any = Field(
         default=None,
         description='Latency that is asked for, such as {"ttft": "300 ms", "tpot": "60 %"}; the '
@@ -74,7 +79,8 @@ class CallBody(BaseModel):
 
     def arguments(self) -> dict[str, Any]:
         """Return the given fields as arguments of ``Context.call``."""
-        sampling = self.model_dump(exclude={"prompt", "stream", "level", "slo"}, exclude_none=True)
+        others = {"prompt", "stream", "level", "prompt_share", "slo"}
+        sampling = self.model_dump(exclude=others, exclude_none=True)
         return {"level": self.level, **sampling}
 
 

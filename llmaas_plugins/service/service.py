@@ -25,6 +25,7 @@ from llmaas_plugins.service.call_queue import CallQueue, Reply
 from llmaas_plugins.service.context_log import ContextLog, ContextRecord
 from llmaas_plugins.service.level_arguments import LevelArgument, levels_of
 from llmaas_plugins.service.promise_arguments import check_promise, promise_of
+from llmaas_plugins.service.share_arguments import check_share, share_of
 from llmaas_plugins.service.state_lock import StateLock
 
 __all__ = ["App", "Context", "LLMService", "Reply"]
@@ -237,6 +238,7 @@ class Context:
         prompt: str,
         *,
         level: LevelArgument = None,
+        prompt_share: float | None = None,
         slo: Mapping[str, str] | None = None,
         **sampling: Any,
     ) -> Reply:
@@ -246,17 +248,18 @@ class Context:
             prompt: The user's turn.
             level: Share of an elastic model to use: ``0.6``, or ``{"prefill": 0.4, "decode":
                 0.8}``.
+            prompt_share: Share of the prompt's tokens to read, such as 0.5; 1 keeps it whole.
             slo: Latency to keep: ``{"ttft": "300 ms", "tpot": "60 %"}``, or one of the two.
             **sampling: Arguments of ``Llama.create_chat_completion``: ``max_tokens``,
                 ``temperature``, ``top_p``, ``stop``, ``seed``, ``grammar``, …
 
         Raises:
-            ConfigError: The level or the latency is invalid, or not available.
+            ConfigError: The level, the share or the latency is invalid, or not available.
             LimitError: The context is full, or too many calls wait.
             LookupError: The context was deleted.
             StoreError: The service was closed.
         """
-        stream = self.stream(prompt, level=level, slo=slo, **sampling)
+        stream = self.stream(prompt, level=level, prompt_share=prompt_share, slo=slo, **sampling)
         while True:
             try:
                 next(stream)
@@ -269,6 +272,7 @@ class Context:
         prompt: str,
         *,
         level: LevelArgument = None,
+        prompt_share: float | None = None,
         slo: Mapping[str, str] | None = None,
         **sampling: Any,
     ) -> Generator[str, None, Reply]:
@@ -276,7 +280,8 @@ class Context:
 
         A stream that is closed early leaves the context as it was before the call.
         """
-        levels, promise = levels_of(level), promise_of(slo)
+        levels, promise = levels_of(level).over(share_of(prompt_share)), promise_of(slo)
+        check_share(levels)
         check_promise(promise)
         with promising(promise):  # the stream belongs to the blocks in which it is made
             return self.app.stream(self.id, prompt, levels, sampling)

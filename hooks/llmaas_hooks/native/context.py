@@ -60,6 +60,10 @@ class NativeContext(Protocol):
     @level.setter
     def level(self, level: int) -> None: ...
 
+    @property
+    def n_levels(self) -> int:
+        """Number of levels of the claimed parts; 1 if the model is always whole."""
+
     def hold_level(self, level: int) -> None:
         """Fix the level from now on, whatever ``level`` is set to later.
 

@@ -33,6 +33,7 @@ class BackendContext:
         load: Record of how the model was opened; None if that was before the activation.
         is_sparse: Value of ``sparse_tokens``, for callers that ask for every token.
         streamed_bytes: Bytes of the model's weights that are read from files.
+        n_levels: Number of levels of the claimed parts; 1 if the model is always whole.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class BackendContext:
         self.ctx, self.model, self.load = ctx, create.model, create.load
         self.is_sparse = False
         self.streamed_bytes = 0
+        self.n_levels = 1
         self._n_whole = 0
         self._table = table
         self._library = library

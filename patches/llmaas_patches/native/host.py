@@ -57,6 +57,12 @@ class _Model:
     def has_own_buffers(self) -> bool:
         return any(found.source for found in self.claimed.values())
 
+    @property
+    def n_levels(self) -> int:
+        """Number of levels of the claimed parts; 1 without any."""
+        parts = [found.part[1] for found in self.claimed.values() if found.part]
+        return max((len(part.rows or part.columns) for part in parts), default=1)
+
     def unlike(self, files: Iterable[ModelFile]) -> PluginError | None:
         """Return an error if one of the files changed since its stamp was taken, or None."""
         path = replaced(files)
@@ -237,6 +243,8 @@ class NativeHost:
         if ctx is not None and engine != self._ffi.NULL:
             made = BackendContext(self._library, engine, int(ctx), create, table)
             made.streamed_bytes = made.file_weights().stats()["bytes"]
+            if found is not None and table != self._ffi.NULL:
+                made.n_levels = found.n_levels
             self._contexts[int(ctx)] = made
         return ctx
 

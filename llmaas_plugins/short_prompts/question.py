@@ -1,0 +1,152 @@
+"""The question of a prompt: the part at the end that its answer is about."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from llmaas_plugins.short_prompts.layout import Layout
+from llmaas_plugins.short_prompts.words import Words
+
+__all__ = ["Question", "find_question"]
+
+_MOST_TOKENS = 128
+"""Tokens of a question. A longer turn is taken for a text with a question at its end."""
+_LEAST_TOKENS = 8
+"""Tokens that a question has at least; so ``Answer:`` alone is none."""
+_ASKED = "user|human|instruction|question|query|input|inst|q"
+_SAID = "assistant|ai|bot|gpt|model|response|answer|output|system|a"
+_LINE = re.compile(
+    rf"\s*(?:\#{{1,4}}[ \t]*|<\|)?(?:(?P<asked>{_ASKED})|{_SAID})(?:\|>|[ \t]?:)", re.IGNORECASE
+)
+"""What begins a turn at the start of a line, in templates without control tokens."""
+_INSIDE = re.compile(r"\b(?:(?P<asked>USER|HUMAN)|ASSISTANT):|(?P<inst>\[INST\])|\[/INST\]")
+"""What begins a turn anywhere."""
+_INSIDE_LINES = ("USER:", "HUMAN:", "[INST]")
+_ASKED_MARK = re.compile(rf"[^\w/]*(?:{_ASKED})[^\w/]*", re.IGNORECASE)
+
+
+class Question(NamedTuple):
+    """Words of a question.
+
+    Attributes:
+        start: First word of the question itself.
+        spans: Words to keep for it, and those that open turns: first words, and ends.
+    """
+
+    start: int
+    spans: tuple[tuple[int, int], ...]
+
+
+class _Opening(NamedTuple):
+    """Start of a turn.
+
+    Attributes:
+        start, end: First word that opens the turn, and first one of the turn.
+        is_asked: Whether the user speaks.
+    """
+
+    start: int
+    end: int
+    is_asked: bool
+
+
+def find_question(words: Words, layout: Layout) -> Question:
+    """Return the question of a prompt, and the words that open turns.
+
+    In a chat the question is the user's last turn. Of a turn of more than 128 tokens, it is the
+    last paragraph, and the first line is kept with it. In a prompt without turns, it is the last
+    paragraph, too; or the last line, sentence or words, if that is too long or is the whole prompt.
+    What follows the user's last turn ends with words that are kept as well, as the model goes on
+    from them.
+    """
+    finder = _Finder(words, layout)
+    openings = _openings(words, layout)
+    marks = [(one.start, one.end) for one in openings]
+    n = finder.end_of_text(openings)
+    turn = finder.last_asked(openings)
+    if turn is None:
+        start = finder.last_part(0, n)
+        return Question(start, (*marks, (start, n)))
+    start, end = turn
+    spans = [*marks, (finder.last_part(end, n), n)] if end < n else marks
+    if finder.n_tokens(start, end) <= _MOST_TOKENS:
+        return Question(start, (*spans, (start, end)))
+    part = finder.last_part(start, end)
+    return Question(part, (*spans, (start, finder.first_part(start, end)), (part, end)))
+
+
+class _Finder:
+    """Search in the words of a prompt."""
+
+    def __init__(self, words: Words, layout: Layout) -> None:
+        self._words, self._layout = words, layout
+        self._starts = words.starts
+
+    def n_tokens(self, start: int, end: int) -> int:
+        return int(self._starts[end] - self._starts[start])
+
+    def end_of_text(self, openings: list[_Opening]) -> int:
+        """Return the end of the last word that is no markup."""
+        end = len(self._words.texts)
+        heads = {one.end: one.start for one in openings}
+        while end > 0:
+            if (start := heads.get(end, end)) < end:
+                end = start
+            elif self._words.is_markup[end - 1]:
+                end -= 1
+            else:
+                break
+        return end
+
+    def last_asked(self, openings: list[_Opening]) -> tuple[int, int] | None:
+        """Return the words of the user's last turn; None if there is none."""
+        end = len(self._words.texts)
+        for one in reversed(openings):
+            while end > one.end and self._words.is_markup[end - 1]:
+                end -= 1
+            if one.is_asked and one.end < end:
+                return one.end, end
+            end = one.start
+        return None
+
+    def first_part(self, start: int, end: int) -> int:
+        """Return the end of the first line, or of the first sentence if the line is too long."""
+        for begins in (self._layout.is_line, self._layout.begins):
+            found = np.flatnonzero(begins[start + 1 : end])
+            stop = start + 1 + int(found[0]) if len(found) else end
+            if self.n_tokens(start, stop) <= _MOST_TOKENS:
+                return stop
+        return start
+
+    def last_part(self, start: int, end: int) -> int:
+        """Return the start of the last paragraph, or of less if it is too long or is everything."""
+        starts, breaks = self._starts, self._layout.breaks
+        first = int(starts.searchsorted(starts[end] - _MOST_TOKENS))  # else it would be too long
+        last = int(starts.searchsorted(starts[end] - _LEAST_TOKENS, side="right"))
+        for begins in (breaks > 1, self._layout.is_line, self._layout.begins):
+            found = np.flatnonzero(begins[max(start + 1, first) : last])
+            if len(found):
+                return max(start + 1, first) + int(found[-1])
+        return max(start, min(last, end) - 1)
+
+
+def _openings(words: Words, layout: Layout) -> list[_Opening]:
+    found = [
+        _Opening(at, at, _ASKED_MARK.fullmatch(role) is not None)
+        for at, role in words.roles.items()
+    ]
+    lines = layout.offsets[:-1][layout.is_line].tolist()
+    matches = [match for match in (_LINE.match(layout.text, at) for at in lines) if match]
+    if any(one in layout.text for one in _INSIDE_LINES):
+        matches += _INSIDE.finditer(layout.text)
+    spans = layout.spans((_core(match), match.end()) for match in matches)
+    for match, (start, end) in zip(matches, spans, strict=True):
+        found.append(_Opening(start, end, any(match.groups())))
+    return sorted(found)
+
+
+def _core(match: re.Match[str]) -> int:
+    return match.end() - len(match.group().lstrip())

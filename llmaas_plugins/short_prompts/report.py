@@ -1,0 +1,67 @@
+"""Reports of shortened prompts: for who made the request, and for the status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmaas_plugins.short_prompts.budget import Shortened
+
+__all__ = ["Counts", "report_of"]
+
+_MOST_SHOWN = 600
+"""Most characters of a text that was left out: a header of the service carries 4 KiB."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts since the plugin was activated.
+
+    Attributes:
+        prompts: Prompts that were shortened.
+        tokens: Their tokens.
+        tokens_read: Tokens of these that were read.
+        over_budget: Prompts whose protected words alone were more than the budget.
+        seconds: Time that choosing took.
+    """
+
+    prompts: int = 0
+    tokens: int = 0
+    tokens_read: int = 0
+    over_budget: int = 0
+    seconds: float = 0.0
+
+    def add(self, found: Shortened, seconds: float) -> None:
+        """Count a prompt."""
+        self.prompts += 1
+        self.tokens += len(found.prompt.tokens)
+        self.tokens_read += len(found.tokens)
+        self.over_budget += found.exceeds
+        self.seconds += seconds
+
+    def report(self) -> dict[str, Any]:
+        """Return the counts as plain JSON types."""
+        return {
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "tokens_read": self.tokens_read,
+            "over_budget": self.over_budget,
+            "seconds": round(self.seconds, 4),
+        }
+
+
+def report_of(found: Shortened, share: float, seconds: float) -> dict[str, Any]:
+    """Return what was left out of a prompt, as plain JSON types.
+
+    ``left_out`` is its text, cut to 600 characters. ``over_budget`` says whether the protected
+    words alone were more than the share.
+    """
+    text = " … ".join(part.strip() for part in found.left_out)
+    return {
+        "share": share,
+        "tokens": len(found.prompt.tokens),
+        "tokens_read": len(found.tokens),
+        "over_budget": found.exceeds,
+        "ms": round(1000 * seconds, 3),
+        "left_out": text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…",
+    }

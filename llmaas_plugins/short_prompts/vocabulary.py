@@ -1,0 +1,226 @@
+"""What a model's tokens say: their text, and what divides and protects words."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from enum import IntFlag
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from llama_cpp import llama_cpp
+from numpy.typing import NDArray
+
+from llmaas_hooks import Tokens
+
+__all__ = ["Fact", "Vocabulary", "vocabulary_of"]
+
+_BYTES = 64
+"""Bytes that suffice for nearly every token."""
+_MARKS = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+_UNKNOWN = llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN | llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
+_LIKE_A_MARK = re.compile(rb"<[|\xef][^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\]")
+"""Marks of chat templates that some files list among the words, ``<|user|>`` for one."""
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff]"
+)
+"""Characters of scripts that put no blanks between words."""
+_UNSPACED_LEADS = range(0xE4, 0xEA)
+"""First bytes of characters all of which are such ones."""
+_CONTINUATION = range(0x80, 0xC0)
+"""Bytes in the middle of a UTF-8 character."""
+_CLOSING = "\"'”\u2019»)]}*_`"
+_ENDS = ".!?:…。\uff01\uff1f\uff1a"
+_SYMBOL = re.compile(r"[_:/\\@#$=<>(){}\[\]+|~^&%.-]|[^\W\d_][A-Z]")
+"""Characters that words of code, addresses and paths have."""
+
+
+class Fact(IntFlag):
+    """Facts about a token, or about a word: those of all its tokens.
+
+    Attributes:
+        TEXT: It has a character that is no blank.
+        BLANK_START: It begins with a blank.
+        BLANK_END: It ends with a blank.
+        LINE: It has a line end.
+        LINE_END: There is a line end after its last other character.
+        PARAGRAPH: It has an empty line.
+        MARK: It is no text but a control token, or another mark of a chat template.
+        ALONE: It is a word of its own: a mark, or a token without a known text.
+        INSIDE: It begins in the middle of a character.
+        UNSPACED_START, UNSPACED_END: It begins, or ends, in a script without blanks.
+        LETTER: It has a letter.
+        CAPITAL: The first letter is a capital one.
+        DIGIT: It has a digit.
+        SYMBOL: It may be code, an address or a path.
+        QUOTE: It has a quotation mark.
+        TICK: It has a backtick or a tilde.
+        CLOSING: It has only closing marks, such as quotation marks, or blanks.
+        STOP: It ends a sentence, apart from closing marks.
+    """
+
+    TEXT = 1 << 0
+    BLANK_START = 1 << 1
+    BLANK_END = 1 << 2
+    LINE = 1 << 3
+    LINE_END = 1 << 4
+    PARAGRAPH = 1 << 5
+    MARK = 1 << 6
+    ALONE = 1 << 7
+    INSIDE = 1 << 8
+    UNSPACED_START = 1 << 9
+    UNSPACED_END = 1 << 10
+    LETTER = 1 << 11
+    CAPITAL = 1 << 12
+    DIGIT = 1 << 13
+    SYMBOL = 1 << 14
+    QUOTE = 1 << 15
+    TICK = 1 << 16
+    CLOSING = 1 << 17
+    STOP = 1 << 18
+
+
+class Vocabulary:
+    """Texts of a model's tokens. They are read when a prompt has them, so no request waits long."""
+
+    def __init__(self, vocab: Any) -> None:
+        """Read nothing yet of a ``llama_vocab``, whose model must exist as long as this is used."""
+        self._vocab = vocab
+        self.n_tokens = int(llama_cpp.llama_vocab_n_tokens(vocab))
+        self._pieces: list[bytes] = [b""] * self.n_tokens
+        self._marks: dict[int, str] = {}
+        self._facts = np.zeros(self.n_tokens, np.int32)
+        self._is_known = np.zeros(self.n_tokens, np.bool_)
+
+    def facts(self, tokens: Tokens) -> NDArray[np.int32]:
+        """Return the facts about each token, shape ``(n,)``.
+
+        Raises:
+            ValueError: A number is no token of the model.
+        """
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.n_tokens:
+            raise ValueError(
+                f"tokens must be from 0 to {self.n_tokens - 1}, found {int(tokens.min())} to "
+                f"{int(tokens.max())}"
+            )
+        is_known = self._is_known[tokens]
+        if not is_known.all():
+            for token in np.unique(tokens[~is_known]).tolist():
+                self._learn(token)
+        return self._facts[tokens]
+
+    def pieces(self, tokens: Tokens) -> list[bytes]:
+        """Return each token's bytes; none for a mark. ``facts`` was asked about them before."""
+        return list(map(self._pieces.__getitem__, tokens.tolist()))
+
+    def mark(self, token: int) -> str:
+        """Return how a mark is written, such as ``<|user|>``; empty for other tokens."""
+        return self._marks.get(token, "")
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _learn(self, token: int) -> None:
+        attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+        piece = self._piece(token)
+        is_listed = bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
+        is_mark = bool(attributes & _MARKS) or (
+            is_listed and _LIKE_A_MARK.fullmatch(piece) is not None
+        )
+        if is_mark:
+            self._marks[token] = piece.decode(errors="replace")
+            facts = Fact.MARK | Fact.ALONE
+        elif attributes & _UNKNOWN:
+            facts = Fact.TEXT | Fact.ALONE
+        else:
+            facts = _facts(piece)
+            self._pieces[token] = piece
+        self._facts[token] = int(facts)
+        self._is_known[token] = True  # last: another thread may be reading
+
+    def _piece(self, token: int) -> bytes:
+        """Return a token's bytes, those of control tokens as they are written."""
+        buffer = ctypes.create_string_buffer(_BYTES)
+        args = self._vocab, token
+        n = llama_cpp.llama_token_to_piece(*args, buffer, _BYTES, 0, True)
+        if n < 0:
+            buffer = ctypes.create_string_buffer(-n)
+            n = llama_cpp.llama_token_to_piece(*args, buffer, -n, 0, True)
+        return buffer.raw[: max(n, 0)]
+
+
+_vocabularies: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
+
+
+def vocabulary_of(llama: Any) -> Vocabulary:
+    """Return the vocabulary of a ``llama_cpp.Llama``; the same one as long as it exists."""
+    found = _vocabularies.get(llama)
+    if found is None:
+        vocab = llama_cpp.llama_model_get_vocab(llama.model)
+        found = _vocabularies[llama] = Vocabulary(vocab)
+    return found
+
+
+def _facts(piece: bytes) -> Fact:
+    """Return the facts about a token that is text."""
+    if not piece:
+        return Fact(0)
+    facts = Fact(0)
+    if piece[0] in _CONTINUATION:
+        facts |= Fact.INSIDE
+    if piece[0] in _UNSPACED_LEADS:
+        facts |= Fact.UNSPACED_START
+    text = piece.decode(errors="replace")
+    core = text.strip()
+    facts |= _blanks(text, core)
+    if not core:
+        return facts
+    facts |= Fact.TEXT
+    if _UNSPACED.match(text[0]):
+        facts |= Fact.UNSPACED_START
+    if _UNSPACED.match(text[-1]):
+        facts |= Fact.UNSPACED_END
+    return facts | _letters(core) | _signs(core)
+
+
+def _blanks(text: str, core: str) -> Fact:
+    facts = Fact(0)
+    if text[0].isspace():
+        facts |= Fact.BLANK_START
+    if text[-1].isspace():
+        facts |= Fact.BLANK_END
+    n_lines = text.count("\n")
+    if n_lines:
+        facts |= Fact.LINE
+        if "\n" in text[len(text.rstrip()) :] or not core:
+            facts |= Fact.LINE_END
+    return facts | Fact.PARAGRAPH if n_lines > 1 else facts
+
+
+def _letters(core: str) -> Fact:
+    facts = Fact(0)
+    letter = next(filter(str.isalpha, core), "")
+    if letter:
+        facts |= Fact.LETTER
+    if letter.isupper():
+        facts |= Fact.CAPITAL
+    if any(map(str.isdigit, core)):
+        facts |= Fact.DIGIT
+    return facts
+
+
+def _signs(core: str) -> Fact:
+    facts = Fact(0)
+    if _SYMBOL.search(core):
+        facts |= Fact.SYMBOL
+    if any(sign in core for sign in '"“”«»„'):
+        facts |= Fact.QUOTE
+    if "`" in core or "~" in core:
+        facts |= Fact.TICK
+    rest = core.rstrip(_CLOSING)
+    if not rest:
+        facts |= Fact.CLOSING
+    elif rest[-1] in _ENDS:
+        facts |= Fact.STOP
+    return facts

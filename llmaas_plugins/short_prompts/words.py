@@ -1,0 +1,160 @@
+"""A prompt's tokens, divided into words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import Tokens
+from llmaas_plugins.short_prompts.vocabulary import Fact, Vocabulary
+
+__all__ = ["Words", "divide"]
+
+_MOST_TOKENS = 32
+"""Tokens of a word; a longer one, such as a page without blanks, is divided."""
+_ROLES = frozenset(
+    {
+        "user",
+        "human",
+        "assistant",
+        "model",
+        "system",
+        "developer",
+        "tool",
+        "function",
+        "ipython",
+        "observation",
+    }
+)
+"""Names that chat templates write after a control token."""
+_AFTER_UNSPACED = int(Fact.LETTER | Fact.DIGIT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Words:
+    """Words of a prompt.
+
+    Attributes:
+        tokens: Token ids, shape ``(n_tokens,)``.
+        starts: First token of each word, and the number of tokens, shape ``(n_words + 1,)`` int32.
+        texts: Text of each word, with the blanks before it; empty for a mark.
+        token_facts: ``Fact`` of each token, shape ``(n_tokens,)``.
+        facts: ``Fact`` of each word, those of all its tokens, shape ``(n_words,)``.
+        is_markup: Whether a word is a control token, or the name or line end that belongs to one;
+            shape ``(n_words,)``.
+        roles: What opens a turn, by the word before which it is over: the name of who speaks.
+    """
+
+    tokens: Tokens
+    starts: NDArray[np.int32]
+    texts: tuple[str, ...]
+    token_facts: NDArray[np.int32]
+    facts: NDArray[np.int32]
+    is_markup: NDArray[np.bool_]
+    roles: dict[int, str]
+
+    def any(self, facts: Fact) -> NDArray[np.bool_]:
+        """Return which words have a token with one of these facts."""
+        return np.asarray(self.facts & int(facts) != 0)
+
+
+def divide(tokens: Tokens, vocabulary: Vocabulary) -> Words:
+    """Return the words of a prompt.
+
+    A word begins at a blank, and where a script writes no blanks between words, at every token. No
+    word begins in the middle of a character. A word has at most 32 tokens.
+
+    Raises:
+        ValueError: A number is no token of the model.
+    """
+    tokens = np.ascontiguousarray(tokens, np.int32)
+    facts = vocabulary.facts(tokens)
+    pieces = vocabulary.pieces(tokens)
+    is_markup, roles = _markup(tokens, facts, pieces, vocabulary)
+    first = _firsts(facts)
+    first[1:] |= is_markup[1:] != is_markup[:-1]
+    starts = _limited(np.append(np.flatnonzero(first), len(tokens)), facts)
+    texts = _texts(pieces, starts)
+    words = np.searchsorted(starts, sorted(roles))
+    named = dict(zip(words.tolist(), (roles[at] for at in sorted(roles)), strict=True))
+    of_words = np.bitwise_or.reduceat(facts, starts[:-1]) if len(facts) else facts
+    return Words(tokens, starts, texts, facts, of_words, is_markup[starts[:-1]], named)
+
+
+def _firsts(facts: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Return which tokens begin a word, by themselves and the token before."""
+    before, here = facts[:-1], facts[1:]
+    is_alone = (before | here) & int(Fact.ALONE) != 0
+    is_blank = (here & int(Fact.BLANK_START)) | (before & int(Fact.BLANK_END)) != 0
+    is_unspaced = (here & int(Fact.UNSPACED_START)) | (
+        np.where(here & _AFTER_UNSPACED, before, 0) & int(Fact.UNSPACED_END)
+    ) != 0
+    begins = (is_blank | is_unspaced) & (before & int(Fact.TEXT) != 0)
+    first = np.ones(len(facts), np.bool_)
+    first[1:] = (begins & (here & int(Fact.INSIDE) == 0)) | is_alone
+    return first
+
+
+def _markup(
+    tokens: Tokens, facts: NDArray[np.int32], pieces: list[bytes], vocabulary: Vocabulary
+) -> tuple[NDArray[np.bool_], dict[int, str]]:
+    """Return which tokens belong to a template, and who speaks from which token on."""
+    is_markup = facts & int(Fact.MARK) != 0
+    roles: dict[int, str] = {}
+    role = ""
+    for at in np.flatnonzero(is_markup).tolist():
+        after, name = _name(pieces, at + 1)
+        if after < len(tokens) and facts[after] & int(Fact.MARK):
+            is_markup[at:after] = True  # a name stands between two marks, or nothing does
+            role = name
+            continue
+        end = after
+        while end < len(tokens) and _is_line_end(int(facts[end])):
+            end += 1
+        if end > after or not name:
+            is_markup[at:end] = True
+            roles[end] = name or role or vocabulary.mark(int(tokens[at]))
+        role = ""
+    return is_markup, roles
+
+
+def _name(pieces: list[bytes], at: int) -> tuple[int, str]:
+    """Return the end of the name of who speaks, and the name; ``at`` and empty without one."""
+    text = ""
+    for end in range(at, min(at + 4, len(pieces))):
+        if not pieces[end].strip():  # a mark, or blanks
+            break
+        text += pieces[end].decode(errors="replace")
+        if text.strip() in _ROLES:
+            return end + 1, text.strip()
+    return at, ""
+
+
+def _is_line_end(facts: int) -> bool:
+    return bool(facts & Fact.LINE) and not facts & Fact.TEXT
+
+
+def _limited(starts: NDArray[np.int64], facts: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the starts of words of which none is too long."""
+    long = np.flatnonzero(np.diff(starts) > _MOST_TOKENS)
+    if not len(long):
+        return starts.astype(np.int32)
+    inside = facts & int(Fact.INSIDE) != 0
+    more = [np.arange(starts[i] + _MOST_TOKENS, starts[i + 1], _MOST_TOKENS) for i in long]
+    added = np.concatenate(more)
+    for _ in range(3):  # a character has at most 4 bytes
+        added = np.where(inside[added], added - 1, added)
+    return np.unique(np.concatenate([starts, added])).astype(np.int32)
+
+
+def _texts(pieces: list[bytes], starts: NDArray[np.int32]) -> tuple[str, ...]:
+    """Return the text of each word; bytes that are no UTF-8 become replacement characters."""
+    lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
+    ends = np.concatenate([[0], lengths.cumsum()])[starts].tolist()
+    whole = b"".join(pieces)
+    places = map(slice, ends[:-1], ends[1:])
+    if whole.isascii():
+        return tuple(map(whole.decode().__getitem__, places))
+    return tuple(whole[place].decode(errors="replace") for place in places)

@@ -1,0 +1,268 @@
+"""short_prompts on the packaged model: requests read the words that matter most."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+from llama_cpp import Llama
+from requested import Recorder, greedy
+from served import serving
+
+from llmaas_hooks import ConfigError, hookimpl, request_scope, serving_context
+from llmaas_plugins import activate, short_prompts
+from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.service import LLMService
+from llmaas_plugins.short_prompts.scorers import SCORERS
+
+STORY = (
+    "the old keeper of the tower walks down to the water each morning and looks for the boats that "
+    "come back from the sea with nets and fish while the wind is still low and the birds are quiet "
+)
+ASKED = "What does the keeper do?"
+TEXT = f"{STORY * 2}\n\n{ASKED}"
+TURN = f"Read this.\n{STORY * 3}\n\n{ASKED}"
+"""A turn that is too long for a question; its first line and the last one are kept."""
+ENGINE = {"n_ctx": 512, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
+
+
+@pytest.fixture
+def start(reference_model):
+    """Return a function that activates, and opens an engine."""
+    with contextlib.ExitStack() as stack:
+
+        def start(settings=None, **plugins):
+            recorder = Recorder()
+            config = {"short_prompts": {"least_tokens": 32, **(settings or {})}} | plugins
+            suite = stack.enter_context(
+                activate({"on_error": "raise", "plugins": config}, {"recorder": recorder})
+            )
+            llama = stack.enter_context(contextlib.closing(Llama(str(reference_model), **ENGINE)))
+            return suite, llama, recorder
+
+        yield start
+
+
+def tokens_of(llama, text=TEXT):
+    return llama.tokenize(text.encode(), special=True)
+
+
+def status(suite):
+    return suite.status()["plugins"]["short_prompts"]
+
+
+def test_a_request_reads_what_a_request_with_the_shorter_prompt_reads(start, reference_model):
+    suite, llama, recorder = start({"scorer": "first"})
+    tokens = tokens_of(llama)
+    with request_scope.noting() as notes, short_prompts.share(0.5):
+        found = greedy(llama, tokens, 4)
+    (request,) = recorder.requests
+    read = request.tokens.tolist()
+    assert request.whole.tokens.tolist() == tokens
+    assert len(tokens) // 2 - 2 <= len(read) <= len(tokens) // 2
+    assert llama.detokenize(read).decode().rstrip().endswith(ASKED)
+    note = notes["short_prompts"]
+    assert (note["share"], note["tokens"], note["tokens_read"]) == (0.5, len(tokens), len(read))
+    assert note["left_out"].split()[-1] == STORY.rsplit(maxsplit=1)[-1]
+    assert not note["over_budget"]
+    last = {key: value for key, value in note.items() if key != "left_out"}
+    assert status(suite)["last"] == {"": last}
+    with contextlib.closing(Llama(str(reference_model), **ENGINE)) as vanilla:
+        assert greedy(vanilla, read, 4) == found
+
+
+@pytest.mark.parametrize("scorer", sorted(SCORERS))
+def test_each_scorer_keeps_the_budget_and_leaves_no_trace(start, scorer):
+    suite, llama, recorder = start({"scorer": scorer, "share": 0.6})
+    tokens = tokens_of(llama)
+    with short_prompts.share(1.0):
+        greedy(llama, tokens, 3)
+        expected = llama.n_tokens, np.array(llama.eval_logits)
+        llama.reset()
+    greedy(llama, tokens, 1)
+    greedy(llama, tokens, 1)
+    first, second = (one.tokens for one in recorder.requests[1:])
+    assert first.tolist() == second.tolist()
+    assert 0 <= 0.6 * len(tokens) - len(first) < 4
+    llama.reset()
+    with short_prompts.share(1.0):
+        greedy(llama, tokens, 3)
+    assert llama.n_tokens == expected[0]
+    np.testing.assert_array_equal(np.array(llama.eval_logits), expected[1])
+    assert status(suite)["prompts"] == 2
+
+
+def test_who_decides_the_share(start):
+    settings = {
+        "share": 0.8,
+        "scorer": "last",
+        "apps": {"mail": {"share": 0.5}, "law": {"share": 1}},
+    }
+    _, llama, recorder = start(settings)
+    tokens = tokens_of(llama)
+
+    def share(app=None):
+        with serving_context(None, app):
+            greedy(llama, tokens, 1)
+        return round(len(recorder.requests[-1].tokens) / len(tokens), 1)
+
+    assert (share(), share("notes"), share("mail"), share("law")) == (0.8, 0.8, 0.5, 1.0)
+    with short_prompts.share(0.6):
+        assert (share("mail"), share("law")) == (0.6, 0.6)
+        with short_prompts.share(1.0):
+            assert share("mail") == 1.0
+        with request_scope.without("short_prompts"):
+            assert share("mail") == 1.0
+
+
+def test_short_and_protected_prompts_stay_whole(start):
+    suite, llama, recorder = start({"scorer": "first", "share": 0.5, "protect": ["[a-z]{1,40}"]})
+    for text in ("Once upon a time", TEXT):
+        tokens = tokens_of(llama, text)
+        greedy(llama, tokens, 1)
+        assert recorder.requests[-1].tokens.tolist() == tokens
+    assert status(suite)["prompts"] == 0
+
+
+def test_protected_words_are_kept_beyond_the_share_and_that_is_said(start):
+    suite, llama, _ = start({"scorer": "random", "share": 0.1})
+    numbers = " ".join(map(str, range(1000, 1040)))
+    with request_scope.noting() as notes:
+        greedy(llama, tokens_of(llama, f"{STORY}{numbers} {STORY}\n\n{ASKED}"), 1)
+    note = notes["short_prompts"]
+    assert note["over_budget"]
+    assert "10" not in note["left_out"]
+    assert status(suite)["over_budget"] == 1
+
+
+def test_a_pattern_that_may_take_for_ever_is_refused(reference_model):
+    settings = {"protect": ["(a+)+b"]}
+    with (
+        pytest.raises(ConfigError, match=r"protect.*repeated"),
+        activate({"plugins": {"short_prompts": settings}}),
+    ):
+        pass
+
+
+def test_planners_are_offered_shares_that_fit(start):
+    costs = []
+
+    class Planner:
+        @hookimpl
+        def llmaas_level(self, request, cost):
+            costs.append(cost().shorter)
+
+    suite, llama, recorder = start({"scorer": "first", "shares": [0.3, 0.6, 0.05]})
+    suite.hooks.register("planner", Planner())
+    tokens = tokens_of(llama)
+    greedy(llama, tokens, 1)
+    assert [one.share for one in costs[0]] == [0.6, 0.3, 0.05]
+    sizes = [one.n_tokens for one in costs[0]]
+    assert sizes == sorted(sizes, reverse=True)
+    for one in costs[0]:
+        with short_prompts.share(one.share):
+            greedy(llama, tokens, 1)
+        assert 0 <= one.n_tokens - len(recorder.requests[-1].tokens) < 4
+    assert all(found == () for found in costs[1:])  # the app has chosen
+
+
+def test_cells_are_named_by_what_was_evaluated(start, tmp_path):
+    _, llama, recorder = start({"scorer": "first"}, kv_chunks={"store": str(tmp_path / "kv")})
+    tokens = tokens_of(llama)
+    with short_prompts.share(0.5):
+        expected = greedy(llama, tokens, 3)
+        greedy(llama, tokens_of(llama, "Something else. " * 20), 2)
+        again = greedy(llama, tokens, 3)
+    assert again == expected
+    assert recorder.stats[-1].n_reused > len(tokens) // 4
+    whole = greedy(llama, tokens, 3)
+    assert recorder.requests[-1].tokens.tolist() == tokens
+    llama.reset()
+    assert greedy(llama, tokens, 3) == whole
+
+
+def test_a_child_shortens_too(start):
+    _, llama, recorder = start({"scorer": "self_information", "share": 0.5})
+    tokens = tokens_of(llama)
+    greedy(llama, tokens, 1)
+    expected = len(recorder.requests[-1].tokens)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            greedy(llama, tokens, 1)
+            code = 0 if len(recorder.requests[-1].tokens) == expected else 2
+        except BaseException:
+            code = 1
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_nothing_is_kept_of_closed_engines(start):
+    suite, llama, recorder = start({"scorer": "attention", "share": 0.5})
+    greedy(llama, tokens_of(llama), 1)
+    plugin = suite.plugin("short_prompts")
+    llama.close()
+    recorder.requests.clear()
+    gc.collect()
+    assert not plugin._natives
+    assert not len(plugin._prompts)
+
+
+def test_the_service_takes_a_share_and_says_what_was_left_out(reference_model, tmp_path):
+    config = {"plugins": {"short_prompts": {"least_tokens": 32, "scorer": "first"}}}
+    with (
+        activate(config),
+        LLMService.open(reference_model, ServiceConfig(state_dir=tmp_path), **ENGINE) as service,
+    ):
+        context = service.bind("notes").new_context()
+        reply = context.call(TURN, prompt_share=0.5, max_tokens=4)
+        assert reply.notes["short_prompts"]["share"] == 0.5
+        assert "short_prompts" not in context.call(ASKED, prompt_share=1, max_tokens=4).notes
+        with pytest.raises(ConfigError, match="above 0 and at most 1"):
+            context.call(ASKED, prompt_share=0)
+    with LLMService.open(reference_model, ServiceConfig(state_dir=tmp_path), **ENGINE) as service:
+        context = service.bind("notes").new_context()
+        with pytest.raises(ConfigError, match="short_prompts is not on"):
+            context.call(ASKED, prompt_share=0.5)
+
+
+def post(server, path, body, **headers):
+    request = urllib.request.Request(
+        f"{server.address}{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"} | headers,
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.headers, json.load(answer)
+
+
+def test_served_calls_ask_by_a_field_or_a_header(tmp_path):
+    config = '[plugins.short_prompts]\nleast_tokens = 32\nscorer = "first"\n'
+    body = {"prompt": TURN, "max_tokens": 2}
+    with serving(tmp_path, config=config, n_ctx=512) as server:
+        for given, headers in (
+            ({"prompt_share": 0.5}, {}),
+            ({}, {"X-LLMaaS-Prompt-Share": "0.5"}),
+            ({"prompt_share": 0.5}, {"X-LLMaaS-Prompt-Share": "0.9"}),
+        ):
+            head, _ = post(server, "/v1/completions", body | given, **headers)
+            assert json.loads(head["X-LLMaaS-Notes"])["short_prompts"]["share"] == 0.5
+        chat = {"messages": [{"role": "user", "content": body["prompt"]}], "max_tokens": 2}
+        head, answer = post(server, "/v1/chat/completions", chat | {"prompt_share": 0.5})
+        note = json.loads(head["X-LLMaaS-Notes"])["short_prompts"]
+        assert answer["usage"]["prompt_tokens"] == note["tokens"] > note["tokens_read"]
+        context = post(server, "/v1/llmaas/apps/notes/contexts", {})[1]["id"]
+        path = f"/v1/llmaas/apps/notes/contexts/{context}/call"
+        found = post(server, path, {"prompt": body["prompt"], "max_tokens": 2, "prompt_share": 0.5})
+        assert found[1]["notes"]["short_prompts"]["share"] == 0.5
+        for wrong in (0, 1.5, "half", True, [0.5]):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(server, "/v1/completions", body | {"prompt_share": wrong})
+            assert refused.value.code == 400
+            assert "prompt_share" in refused.value.read().decode()
