@@ -25,7 +25,7 @@ __all__ = ["run_command"]
 # passes `func` the list of options that it did not declare; for other parsers these are errors.
 _COMMANDS = (
     *("setup", "tune", "run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash"),
-    *("elastic", "deadlines"),
+    *("elastic", "deadlines", "prompts"),
 )
 
 

@@ -41,11 +41,11 @@ class AppShare(BaseModel):
 class ShortPromptsConfig(AppShare):
     """Table ``[plugins.short_prompts]`` of ``llmaas.toml``."""
 
-    scorer: ScorerName = Field(
-        default="self_information",
+    scorer: ScorerName | None = Field(
+        default=None,
         description="How words are judged: by a tiny language model (`encoder`), by the attention "
         "or the expectations of the model itself (`attention`, `self_information`), or by their "
-        "places.",
+        "places. Unset: the encoder if `llmaas prompts learn` has trained one, else `attention`.",
     )
     shares: tuple[_Share, ...] = Field(
         default=(0.7, 0.5, 0.3),

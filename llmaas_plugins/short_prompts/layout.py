@@ -23,6 +23,7 @@ class Layout:
     """Places in the text of a prompt.
 
     Attributes:
+        words: The prompt's words.
         text: The whole text; marks have none.
         offsets: First character of each word, and the length of the text, shape ``(n_words + 1,)``.
         breaks: Line ends between a word and the one before, shape ``(n_words,)``.
@@ -30,11 +31,17 @@ class Layout:
         begins: Whether a word begins a sentence, shape ``(n_words,)``.
     """
 
+    words: Words
     text: str
     offsets: NDArray[np.int64]
     breaks: NDArray[np.int32]
     is_line: NDArray[np.bool_]
     begins: NDArray[np.bool_]
+
+    def core(self, word: int) -> int:
+        """Return the first character of a word that is no blank, or the end of the word."""
+        text = self.words.texts[word]
+        return int(self.offsets[word]) + len(text) - len(text.lstrip())
 
     def spans(self, found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the words in which these spans of characters lie: first words, and ends."""
@@ -55,7 +62,7 @@ def layout_of(words: Words) -> Layout:
     is_line[1:] |= words.is_markup[:-1]
     begins = is_line.copy()
     begins[1:] |= _stops(words)[:-1]
-    return Layout("".join(texts), offsets, breaks, is_line, begins)
+    return Layout(words, "".join(texts), offsets, breaks, is_line, begins)
 
 
 def _breaks(words: Words) -> NDArray[np.int32]:

@@ -19,8 +19,10 @@ _PIECE = 128
 """Characters that an expression sees at once; it finds whatever has up to half as many."""
 _MOST_STEPS = 1 << 24
 """Most attempts in a piece, about a quarter of a second."""
-_MOST_SECONDS = 0.02
-"""Time for a prompt. Text that is left then counts as matched: nothing to be kept gets lost."""
+_LEAST_SECONDS = 0.05
+_SECONDS_A_CHARACTER = 2e-6
+"""Time for a prompt, ten times what most expressions take. Text that is left after that counts as
+matched: nothing to be kept gets lost."""
 _ATOM = re.compile(
     r"(?P<escape>\\[AbBdDsSwWZntrfv.^$*+?{}\[\]\\|()/#:@&~'\"<>=!%,; -])"
     r"|(?P<set>\[\^?\]?(?:[^\]\\]|\\.)*\])"
@@ -58,7 +60,7 @@ class Pattern:
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield the first character and the end of each match, line by line."""
-        until = time.perf_counter() + _MOST_SECONDS
+        until = time.perf_counter() + _LEAST_SECONDS + len(text) * _SECONDS_A_CHARACTER
         for start, end in _pieces(text):
             if time.perf_counter() > until:
                 yield start, len(text)

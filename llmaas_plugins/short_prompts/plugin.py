@@ -17,18 +17,18 @@ from llmaas_hooks import (
     hookimpl,
 )
 from llmaas_plugins.short_prompts.budget import Shortened, budget, n_read, shorten
+from llmaas_plugins.short_prompts.choice import ScorerChoice
 from llmaas_plugins.short_prompts.config import ShortPromptsConfig
 from llmaas_plugins.short_prompts.patterns import Pattern
 from llmaas_plugins.short_prompts.protection import PROTECTION, Protection, prompt_of
 from llmaas_plugins.short_prompts.report import Counts, report_of
-from llmaas_plugins.short_prompts.scorer import Prompt, Scorer
-from llmaas_plugins.short_prompts.scorers import SCORERS
+from llmaas_plugins.short_prompts.scorer import Prompt
 from llmaas_plugins.short_prompts.vocabulary import vocabulary_of
 
 __all__ = ["ShortPrompts"]
 
 _NAME = "short_prompts"
-_MOST_APPS = 64
+_MOST_APPS, _MOST_SHOWN = 64, 80
 
 
 class ShortPrompts:
@@ -42,15 +42,29 @@ class ShortPrompts:
         self._protection = Protection(PROTECTION.kinds, tuple(map(Pattern, config.protect)))
         self._lock = forks.lock()
         self._natives: dict[int, NativeContext] = {}
-        self._scorers: weakref.WeakKeyDictionary[Any, Scorer] = weakref.WeakKeyDictionary()
+        self._scorers = ScorerChoice(config.scorer, self._natives)
         self._prompts: weakref.WeakKeyDictionary[Request, Prompt] = weakref.WeakKeyDictionary()
         self._counts = Counts()
         self._last: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def shortened(self, llama: Any, tokens: Tokens, share: float) -> Shortened:
+        """Return what a ``Llama`` would read of a prompt.
+
+        Raises:
+            LlmaasError: The words cannot be scored.
+        """
+        prompt = prompt_of(tokens, vocabulary_of(llama), self._protection)
+        return self._shortened(llama, prompt, share)
+
+    def scorer_name(self, llama: Any) -> str:
+        """Return the name of the scorer for a ``Llama``'s prompts."""
+        return self._scorers.name_for(llama)
 
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Keep a context's hook point: scorers set its level and read its attention."""
         self._natives[context.ctx] = context
+        self._scorers.identify(context)
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
@@ -66,13 +80,13 @@ class ShortPrompts:
             return None
         if self._config.share_of(request.app) == 1:
             return None
-        prompt = self._prompt(request)
-        seconds = self._scorer(request).seconds(len(request.tokens))
+        prompt, n_tokens = self._prompt(request), len(request.tokens)
+        seconds = self._scorers.scorer_for(request.engine.llama).seconds(n_tokens)
         found: list[ShorterPrompt] = []
-        for share in sorted(self._config.shares, reverse=True):
-            n_tokens = n_read(prompt, budget(prompt, share))
-            if n_tokens < (found[-1].n_tokens if found else len(request.tokens)):
-                found.append(ShorterPrompt(share, n_tokens, seconds))
+        for share in sorted(set(self._config.shares), reverse=True):
+            n_left = n_read(prompt, budget(prompt, share))
+            if n_left < (found[-1].n_tokens if found else n_tokens):
+                found.append(ShorterPrompt(share, n_left, seconds))
         return RequestCost(shorter=tuple(found)) if found else None
 
     @hookimpl
@@ -83,11 +97,9 @@ class ShortPrompts:
             return None
         began = time.perf_counter()
         prompt = self._prompt(request)
-        n_budget = budget(prompt, share)
-        if n_read(prompt, n_budget) == len(request.tokens):
+        if n_read(prompt, budget(prompt, share)) == len(request.tokens):
             return None  # all of it is protected
-        scores = self._scorer(request).scores(prompt, request.engine.llama)
-        found = shorten(prompt, scores, n_budget)
+        found = self._shortened(request.engine.llama, prompt, share)
         if not found.n_left_out:
             return None
         self._tell(request, found, share, time.perf_counter() - began)
@@ -97,11 +109,12 @@ class ShortPrompts:
     def llmaas_status(self) -> dict[str, Any]:
         """Return counts, and the last shortened prompt of each recent app."""
         with self._lock:
-            return {
-                "scorer": self._config.scorer,
-                **self._counts.report(),
-                "last": dict(self._last),
-            }
+            return {**self._counts.report(), "last": dict(self._last)}
+
+    @hookimpl
+    def llmaas_shutdown(self) -> None:
+        """Free the tiny language model."""
+        self._scorers.close()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -117,21 +130,17 @@ class ShortPrompts:
             self._prompts[request] = found
         return found
 
-    def _scorer(self, request: Request) -> Scorer:
-        """Return the scorer for a model, whose time it measures."""
-        llama = request.engine.llama
-        with self._lock:
-            found = self._scorers.get(llama)
-            if found is None:
-                found = self._scorers[llama] = SCORERS[self._config.scorer](self._natives)
-            return found
+    def _shortened(self, llama: Any, prompt: Prompt, share: float) -> Shortened:
+        scores = self._scorers.scorer_for(llama).scores(prompt, llama)
+        return shorten(prompt, scores, budget(prompt, share))
 
     def _tell(self, request: Request, found: Shortened, share: float, seconds: float) -> None:
         """Count a shortened prompt, and report it to the one who made the request."""
-        report = report_of(found, share, seconds)
+        scorer = self._scorers.name_for(request.engine.llama)
+        report = {"scorer": scorer, **report_of(found, share, seconds)}
         with self._lock:
             self._counts.add(found, seconds)
-            name = (request.app or "")[:_MOST_APPS]
+            name = (request.app or "")[:_MOST_SHOWN]
             self._last[name] = {key: report[key] for key in report if key != "left_out"}
             self._last.move_to_end(name)
             while len(self._last) > _MOST_APPS:

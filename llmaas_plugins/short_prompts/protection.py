@@ -84,7 +84,7 @@ def _keep(kept: NDArray[np.bool_], spans: list[tuple[int, int]]) -> None:
 
 def _keep_code(words: Words, layout: Layout, kept: NDArray[np.bool_]) -> None:
     """Keep code between marks, identifiers, addresses and paths."""
-    may_be = words.any(Fact.SYMBOL) | _has_inner_capital(words)
+    may_be = words.any(Fact.SYMBOL) | _has_inner(words)
     for at in np.flatnonzero(may_be & ~kept).tolist():
         if _CODE.search(words.texts[at]):
             kept[at] = True
@@ -92,13 +92,15 @@ def _keep_code(words: Words, layout: Layout, kept: NDArray[np.bool_]) -> None:
         _keep(kept, layout.spans(match.span() for match in _FENCED.finditer(layout.text)))
 
 
-def _has_inner_capital(words: Words) -> NDArray[np.bool_]:
-    """Return which words may have a capital letter that is not their first."""
+def _has_inner(words: Words) -> NDArray[np.bool_]:
+    """Return which words may have a capital letter not at first, or a point not at last."""
+    starts = words.starts
     is_capital = words.token_facts & int(Fact.CAPITAL) != 0
-    is_capital[words.starts[:-1]] = False
-    if not len(is_capital):
-        return is_capital
-    return np.logical_or.reduceat(is_capital, words.starts[:-1])
+    is_capital[starts[:-1]] = False
+    is_point = words.token_facts & int(Fact.POINT) != 0
+    is_point[starts[1:] - 1] = False
+    found = is_capital | is_point
+    return np.logical_or.reduceat(found, starts[:-1]) if len(found) else found
 
 
 def _names(words: Words, layout: Layout) -> NDArray[np.bool_]:

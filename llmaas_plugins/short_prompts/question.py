@@ -19,7 +19,7 @@ _LEAST_TOKENS = 8
 _ASKED = "user|human|instruction|question|query|input|inst|q"
 _SAID = "assistant|ai|bot|gpt|model|response|answer|output|system|a"
 _LINE = re.compile(
-    rf"\s*(?:\#{{1,4}}[ \t]*|<\|)?(?:(?P<asked>{_ASKED})|{_SAID})(?:\|>|[ \t]?:)", re.IGNORECASE
+    rf"(?:\#{{1,4}}[ \t]*|<\|)?(?:(?P<asked>{_ASKED})|{_SAID})(?:\|>|[ \t]?:)", re.IGNORECASE
 )
 """What begins a turn at the start of a line, in templates without control tokens."""
 _INSIDE = re.compile(r"\b(?:(?P<asked>USER|HUMAN)|ASSISTANT):|(?P<inst>\[INST\])|\[/INST\]")
@@ -68,7 +68,7 @@ def find_question(words: Words, layout: Layout) -> Question:
     n = finder.end_of_text(openings)
     turn = finder.last_asked(openings)
     if turn is None:
-        start = finder.last_part(0, n)
+        start = finder.last_part(finder.start_of_text(n), n)
         return Question(start, (*marks, (start, n)))
     start, end = turn
     spans = [*marks, (finder.last_part(end, n), n)] if end < n else marks
@@ -87,6 +87,11 @@ class _Finder:
 
     def n_tokens(self, start: int, end: int) -> int:
         return int(self._starts[end] - self._starts[start])
+
+    def start_of_text(self, end: int) -> int:
+        """Return the first word that is no markup, at most ``end``."""
+        found = np.flatnonzero(~self._words.is_markup[:end])
+        return int(found[0]) if len(found) else end
 
     def end_of_text(self, openings: list[_Opening]) -> int:
         """Return the end of the last word that is no markup."""
@@ -138,15 +143,11 @@ def _openings(words: Words, layout: Layout) -> list[_Opening]:
         _Opening(at, at, _ASKED_MARK.fullmatch(role) is not None)
         for at, role in words.roles.items()
     ]
-    lines = layout.offsets[:-1][layout.is_line].tolist()
+    lines = (layout.core(at) for at in np.flatnonzero(layout.is_line).tolist())
     matches = [match for match in (_LINE.match(layout.text, at) for at in lines) if match]
     if any(one in layout.text for one in _INSIDE_LINES):
         matches += _INSIDE.finditer(layout.text)
-    spans = layout.spans((_core(match), match.end()) for match in matches)
+    spans = layout.spans(match.span() for match in matches)
     for match, (start, end) in zip(matches, spans, strict=True):
         found.append(_Opening(start, end, any(match.groups())))
     return sorted(found)
-
-
-def _core(match: re.Match[str]) -> int:
-    return match.end() - len(match.group().lstrip())

@@ -33,8 +33,10 @@ _CONTINUATION = range(0x80, 0xC0)
 """Bytes in the middle of a UTF-8 character."""
 _CLOSING = "\"'”\u2019»)]}*_`"
 _ENDS = ".!?:…。\uff01\uff1f\uff1a"
-_SYMBOL = re.compile(r"[_:/\\@#$=<>(){}\[\]+|~^&%.-]|[^\W\d_][A-Z]")
+_SYMBOL = re.compile(r"[_/\\@#$=<>(){}\[\]+|~^]|[.:-][\w.:-]|[^\W\d_][A-Z]")
 """Characters that words of code, addresses and paths have."""
+_POINT = re.compile(r"[.:-]")
+"""Characters that also end words of other texts."""
 
 
 class Fact(IntFlag):
@@ -55,6 +57,7 @@ class Fact(IntFlag):
         CAPITAL: The first letter is a capital one.
         DIGIT: It has a digit.
         SYMBOL: It may be code, an address or a path.
+        POINT: It may be so if it does not end the word.
         QUOTE: It has a quotation mark.
         TICK: It has a backtick or a tilde.
         CLOSING: It has only closing marks, such as quotation marks, or blanks.
@@ -80,6 +83,7 @@ class Fact(IntFlag):
     TICK = 1 << 16
     CLOSING = 1 << 17
     STOP = 1 << 18
+    POINT = 1 << 19
 
 
 class Vocabulary:
@@ -91,7 +95,7 @@ class Vocabulary:
         self.n_tokens = int(llama_cpp.llama_vocab_n_tokens(vocab))
         self._pieces: list[bytes] = [b""] * self.n_tokens
         self._marks: dict[int, str] = {}
-        self._facts = np.zeros(self.n_tokens, np.int32)
+        self._facts, self._lengths = np.zeros((2, self.n_tokens), np.int32)
         self._is_known = np.zeros(self.n_tokens, np.bool_)
 
     def facts(self, tokens: Tokens) -> NDArray[np.int32]:
@@ -115,6 +119,10 @@ class Vocabulary:
         """Return each token's bytes; none for a mark. ``facts`` was asked about them before."""
         return list(map(self._pieces.__getitem__, tokens.tolist()))
 
+    def lengths(self, tokens: Tokens) -> NDArray[np.int32]:
+        """Return the number of each token's bytes, shape ``(n,)``; ``facts`` came before."""
+        return self._lengths[tokens]
+
     def mark(self, token: int) -> str:
         """Return how a mark is written, such as ``<|user|>``; empty for other tokens."""
         return self._marks.get(token, "")
@@ -128,14 +136,14 @@ class Vocabulary:
         is_mark = bool(attributes & _MARKS) or (
             is_listed and _LIKE_A_MARK.fullmatch(piece) is not None
         )
-        if is_mark:
+        if attributes & _UNKNOWN:
+            facts = Fact.TEXT | Fact.ALONE
+        elif is_mark:
             self._marks[token] = piece.decode(errors="replace")
             facts = Fact.MARK | Fact.ALONE
-        elif attributes & _UNKNOWN:
-            facts = Fact.TEXT | Fact.ALONE
         else:
             facts = _facts(piece)
-            self._pieces[token] = piece
+            self._pieces[token], self._lengths[token] = piece, len(piece)
         self._facts[token] = int(facts)
         self._is_known[token] = True  # last: another thread may be reading
 
@@ -214,6 +222,8 @@ def _signs(core: str) -> Fact:
     facts = Fact(0)
     if _SYMBOL.search(core):
         facts |= Fact.SYMBOL
+    if _POINT.search(core):
+        facts |= Fact.POINT
     if any(sign in core for sign in '"“”«»„'):
         facts |= Fact.QUOTE
     if "`" in core or "~" in core:

@@ -14,6 +14,8 @@ __all__ = ["Words", "divide"]
 
 _MOST_TOKENS = 32
 """Tokens of a word; a longer one, such as a page without blanks, is divided."""
+_MOST_INSIDE = 3
+"""Tokens of one character after its first: UTF-8 has at most 4 bytes."""
 _ROLES = frozenset(
     {
         "user",
@@ -76,7 +78,7 @@ def divide(tokens: Tokens, vocabulary: Vocabulary) -> Words:
     first = _firsts(facts)
     first[1:] |= is_markup[1:] != is_markup[:-1]
     starts = _limited(np.append(np.flatnonzero(first), len(tokens)), facts)
-    texts = _texts(pieces, starts)
+    texts = _texts(pieces, vocabulary.lengths(tokens), starts)
     words = np.searchsorted(starts, sorted(roles))
     named = dict(zip(words.tolist(), (roles[at] for at in sorted(roles)), strict=True))
     of_words = np.bitwise_or.reduceat(facts, starts[:-1]) if len(facts) else facts
@@ -142,19 +144,26 @@ def _limited(starts: NDArray[np.int64], facts: NDArray[np.int32]) -> NDArray[np.
     if not len(long):
         return starts.astype(np.int32)
     inside = facts & int(Fact.INSIDE) != 0
-    more = [np.arange(starts[i] + _MOST_TOKENS, starts[i + 1], _MOST_TOKENS) for i in long]
+    step = _MOST_TOKENS - _MOST_INSIDE
+    more = [np.arange(starts[i] + step, starts[i + 1], step) for i in long]
     added = np.concatenate(more)
-    for _ in range(3):  # a character has at most 4 bytes
+    for _ in range(_MOST_INSIDE):
         added = np.where(inside[added], added - 1, added)
     return np.unique(np.concatenate([starts, added])).astype(np.int32)
 
 
-def _texts(pieces: list[bytes], starts: NDArray[np.int32]) -> tuple[str, ...]:
+def _texts(
+    pieces: list[bytes], lengths: NDArray[np.int32], starts: NDArray[np.int32]
+) -> tuple[str, ...]:
     """Return the text of each word; bytes that are no UTF-8 become replacement characters."""
-    lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-    ends = np.concatenate([[0], lengths.cumsum()])[starts].tolist()
+    ends = np.concatenate([[0], lengths.cumsum()])[starts]
     whole = b"".join(pieces)
-    places = map(slice, ends[:-1], ends[1:])
-    if whole.isascii():
-        return tuple(map(whole.decode().__getitem__, places))
-    return tuple(whole[place].decode(errors="replace") for place in places)
+    try:
+        text = whole.decode()
+    except UnicodeDecodeError:
+        places = zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+        return tuple(whole[start:end].decode(errors="replace") for start, end in places)
+    if len(text) < len(whole):
+        is_first = np.frombuffer(whole, np.uint8) & 0xC0 != 0x80
+        ends = np.concatenate([[0], is_first.cumsum()])[ends]
+    return tuple(map(text.__getitem__, map(slice, ends[:-1].tolist(), ends[1:].tolist())))

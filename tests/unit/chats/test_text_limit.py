@@ -7,15 +7,15 @@ import contextlib
 import pytest
 from gguf import TokenType
 from llama_cpp import Llama
+from vocabularies import LARGE, byte_tokens, opened_vocabulary
 
-from llmaas_eval.models import finish, open_writer
 from llmaas_plugins.chats import text_limit
 from llmaas_plugins.chats.prompts import prompt_tokens
 from llmaas_plugins.chats.text_limit import TextTooLongError, check_text
 
 LONGEST = len("▁International".encode())
 """Bytes of the longest token."""
-N_CTX, LARGE = 256, 1 << 20
+N_CTX = 256
 
 
 @pytest.fixture(scope="module")
@@ -73,32 +73,13 @@ def test_other_tokenizers_are_not_limited(llama, monkeypatch):
     check_text(llama, b" " * LARGE)
 
 
-def byte_tokens():
-    """Return the 256 tokens of single bytes, as byte-level BPE vocabularies spell them."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (chr(256 + n) for n in range(256 - len(shown)))
-    return [chr(byte) if byte in shown else next(others) for byte in range(256)]
-
-
 @pytest.fixture
 def open_vocabulary(tmp_path):
     """Return a function that opens a file with this vocabulary and nothing else."""
     with contextlib.ExitStack() as stack:
 
-        def opened(kind, tokens, types, **fields):
-            writer = open_writer(path := tmp_path / "model.gguf", "llama")
-            for name, number in (("context_length", LARGE), ("embedding_length", 64)):
-                writer.add_uint32(f"llama.{name}", number)
-            for name in ("block_count", "feed_forward_length", "attention.head_count"):
-                writer.add_uint32(f"llama.{name}", 1)
-            writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-            writer.add_tokenizer_model(kind)
-            writer.add_token_list(tokens)
-            writer.add_token_types(types)
-            for name, found in fields.items():
-                getattr(writer, f"add_{name}")(found)
-            finish(writer, path)
-            llama = Llama(str(path), n_ctx=LARGE, vocab_only=True, verbose=False)
+        def opened(*args, **fields):
+            llama = opened_vocabulary(tmp_path / "model.gguf", *args, **fields)
             return stack.enter_context(contextlib.closing(llama))
 
         yield opened

@@ -1,0 +1,105 @@
+"""Choice of the scorer for each model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmaas_hooks import ConfigError, ModelLoad, NativeContext, StoreError, forks
+from llmaas_plugins.model.digest import Digest, begin_digest
+from llmaas_plugins.short_prompts.config import ScorerName
+from llmaas_plugins.short_prompts.encoder.model_file import DIRECTORY, find_encoder
+from llmaas_plugins.short_prompts.scorer import Scorer
+from llmaas_plugins.short_prompts.scorers import SCORERS
+from llmaas_plugins.short_prompts.scorers.encoder import EncoderScorer
+
+__all__ = ["ScorerChoice"]
+
+_ENCODER = "encoder"
+_WITHOUT: ScorerName = "attention"
+"""Scorer if none is named and no encoder was trained."""
+
+
+class ScorerChoice:
+    """Scorers of the models in use."""
+
+    def __init__(self, name: ScorerName | None, natives: Mapping[int, NativeContext]) -> None:
+        """Use the named scorer for all models, or by default a trained encoder if there is one.
+
+        Args:
+            name: Name of the scorer; None for the default.
+            natives: Contexts in use, by address.
+        """
+        self._name, self._natives = name, natives
+        self._lock = forks.lock()
+        self._scorers: weakref.WeakKeyDictionary[Any, tuple[str, Scorer]]
+        self._scorers = weakref.WeakKeyDictionary()
+        self._encoders: dict[Path, EncoderScorer] = {}
+        self._digests: weakref.WeakKeyDictionary[ModelLoad, Digest] = weakref.WeakKeyDictionary()
+
+    def identify(self, context: NativeContext) -> None:
+        """Begin to identify a model, as an encoder may have learned from its answers."""
+        load = context.load
+        may_be_encoder = self._name in (None, _ENCODER)
+        if may_be_encoder and load is not None and load.files and load not in self._digests:
+            self._digests[load] = begin_digest(load.files)
+
+    def scorer_for(self, llama: Any) -> Scorer:
+        """Return the scorer for a ``Llama``'s prompts, whose times it measures.
+
+        Raises:
+            ConfigError: An encoder is asked for, and none was trained.
+        """
+        return self._found(llama)[1]
+
+    def name_for(self, llama: Any) -> str:
+        """Return the name of that scorer."""
+        return self._found(llama)[0]
+
+    def close(self) -> None:
+        """Free the encoders."""
+        with self._lock:
+            for encoder in self._encoders.values():
+                encoder.close()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _found(self, llama: Any) -> tuple[str, Scorer]:
+        with self._lock:
+            found = self._scorers.get(llama)
+        if found is not None:
+            return found
+        if self._name not in (None, _ENCODER):
+            return self._keep(llama, self._name)
+        digest, is_sure = self._digest(llama)
+        path = find_encoder(digest)
+        if path is None and self._name == _ENCODER:
+            raise ConfigError(
+                f"found no trained encoder in {DIRECTORY}; `llmaas prompts learn` trains one, "
+                "or set another `scorer`."
+            )
+        if path is None:
+            return self._keep(llama, _WITHOUT)
+        with self._lock:
+            encoder = self._encoders.setdefault(path, EncoderScorer(path))
+            if is_sure:
+                self._scorers[llama] = _ENCODER, encoder
+        return _ENCODER, encoder
+
+    def _keep(self, llama: Any, name: str) -> tuple[str, Scorer]:
+        with self._lock:
+            return self._scorers.setdefault(llama, (name, SCORERS[name](self._natives)))
+
+    def _digest(self, llama: Any) -> tuple[str | None, bool]:
+        """Return a model's digest, and whether it stays so: at first it is being computed."""
+        native = self._natives.get(int(llama.ctx))
+        digest = None if native is None or native.load is None else self._digests.get(native.load)
+        if digest is None:
+            return None, True
+        try:
+            found = digest.get(0.0)
+        except StoreError:
+            return None, True
+        return found, found is not None

@@ -1,0 +1,151 @@
+"""Scores by the tiny language model (ElastiLM §3.3): how likely each word is worth keeping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_hooks import LlmaasError, forks
+from llmaas_plugins.short_prompts.encoder.model_file import EncoderFile, Head
+from llmaas_plugins.short_prompts.encoder.outputs import Outputs
+from llmaas_plugins.short_prompts.encoder.windows import windows_of
+from llmaas_plugins.short_prompts.encoder.word_pieces import Pieces, WordPieces
+from llmaas_plugins.short_prompts.scorer import Prompt
+
+__all__ = ["EncoderScorer", "word_scores"]
+
+_RETAIN = 1
+"""Row of the last layer that stands for keeping; the other one is 0."""
+_FIRST_SECONDS = 1e-4
+"""Seconds a token until a prompt was measured."""
+
+
+class EncoderScorer(forks.Forked):
+    """Scorer that runs a trained encoder, which is loaded when the first prompt comes.
+
+    Any thread may use it; prompts are scored one after the other. A forked child uses its own copy.
+    """
+
+    comes_first = True  # a prompt that is being scored may wait for the work of others
+
+    def __init__(self, path: Path, n_threads: int = 0) -> None:
+        """Take a file of ``llmaas prompts learn``.
+
+        Args:
+            path: Path of the file.
+            n_threads: Number of threads; 0 takes that of the model that reads the prompt.
+        """
+        self._path, self._n_threads = path, n_threads
+        self._lock = forks.lock()
+        self._loaded: _Loaded | None = None
+        self._is_closed = False
+        self._each_s = _FIRST_SECONDS
+        forks.watch(self)
+
+    def scores(self, prompt: Prompt, llama: Any) -> NDArray[np.float32]:
+        """Return the probability that each word is worth keeping, shape ``(n_words,)``.
+
+        Words of blanks get 0.
+
+        Raises:
+            ConfigError: The file is damaged.
+            StoreError: The file cannot be read.
+            LlmaasError: The scorer is closed, or llama.cpp reports an error.
+        """
+        with self._lock:
+            loaded = self._load(self._n_threads or int(llama.n_threads))
+            started = time.perf_counter()
+            found = loaded.scores(prompt.words)
+            if len(prompt.tokens):
+                self._each_s = (time.perf_counter() - started) / len(prompt.tokens)
+        return found
+
+    def seconds(self, n_tokens: int) -> float:
+        """Return about how long a prompt of so many tokens takes, judged by the last one."""
+        return n_tokens * self._each_s
+
+    def close(self) -> None:
+        """Free the encoder; closing it again does nothing."""
+        with self._lock:
+            self._is_closed = True
+            if self._loaded is not None:
+                self._loaded.outputs.close()
+                self._loaded = None
+
+    def before_fork(self) -> None:
+        """Wait for the prompt that is being scored: a child could not finish it."""
+        self._lock.acquire()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Go on, in the parent and in the child."""
+        del in_child
+        self._lock.release()
+
+    def _load(self, n_threads: int) -> _Loaded:
+        if self._is_closed:
+            raise LlmaasError(f"the encoder {self._path} is closed; activate the suite again.")
+        if self._loaded is None:
+            self._loaded = _Loaded(self._path, n_threads)
+        return self._loaded
+
+
+def word_scores(values: NDArray[np.float32], pieces: Pieces) -> NDArray[np.float32]:
+    """Return the mean of each word's pieces; 0 for a word that has none.
+
+    Args:
+        values: A number for each piece.
+        pieces: Pieces of the words.
+    """
+    counts = np.diff(pieces.starts)
+    sums = np.zeros(len(values) + 1)
+    np.cumsum(values, out=sums[1:])
+    totals = sums[pieces.starts[1:]] - sums[pieces.starts[:-1]]
+    return (totals / np.maximum(counts, 1)).astype(np.float32)
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+class _Loaded:
+    """Encoder in memory."""
+
+    def __init__(self, path: Path, n_threads: int) -> None:
+        file = EncoderFile.read(path)
+        self._words = WordPieces(file.vocabulary)
+        self._direction, self._offset = _difference(file.head)
+        self._n_positions = file.n_positions
+        self.outputs = Outputs(path, file.n_positions, n_threads)
+
+    def scores(self, words: Sequence[str]) -> NDArray[np.float32]:
+        pieces = self._words.of(words)
+        values = np.empty(len(pieces.ids), np.float32)
+        ids = np.empty(self._n_positions, np.int32)
+        ids[0] = self._words.begin
+        for window in windows_of(len(pieces.ids), self._n_positions - 2):
+            n = window.end - window.start
+            ids[1 : n + 1] = pieces.ids[window.start : window.end]
+            ids[n + 1] = self._words.end
+            rows = self.outputs.of(ids[: n + 2])[1 : n + 1]
+            own = rows[window.first - window.start : window.last - window.start]
+            values[window.first : window.last] = own @ self._direction + self._offset
+        return word_scores(1 / (1 + np.exp(-values.clip(-50, 50))), pieces)
+
+
+def _difference(head: Head) -> tuple[NDArray[np.float32], float]:
+    """Return the direction and the offset of the log-odds of keeping.
+
+    Raises:
+        LlmaasError: The last layer does not choose between two classes.
+    """
+    if len(head.bias) != 2:
+        raise LlmaasError(
+            f"the encoder has {len(head.bias)} outputs, expected 2: drop a word, or keep it. "
+            "`llmaas prompts learn` makes such an encoder."
+        )
+    weight = head.weight[_RETAIN] - head.weight[1 - _RETAIN]
+    return weight, float(head.bias[_RETAIN] - head.bias[1 - _RETAIN])

@@ -1,0 +1,79 @@
+"""The question of a prompt."""
+
+from __future__ import annotations
+
+import pytest
+
+STORY = "the dog went out and saw the cat there, and then it all went on as before. "
+
+
+def question(prompt):
+    return "".join(prompt.words[prompt.question :])
+
+
+@pytest.mark.parametrize(
+    ("opening", "asked", "said"),
+    [
+        ("", "User: ", "\nAssistant:"),
+        ("System: be good\n", "User: ", "\nAssistant:"),
+        ("", "### Instruction:\n", "\n\n### Response:"),
+        ("be good. ", "USER: ", " ASSISTANT:"),
+        ("", "[INST] ", " [/INST]"),
+        ("", "<|user|>\n", "</s>\n<|assistant|>"),
+        ("", "Q: ", "\nA:"),
+    ],
+)
+def test_the_question_is_the_users_last_turn(prompt, opening, asked, said):
+    one = f"{asked}{STORY}{said} so it is.\n"
+    found = prompt(f"{opening}{one}{one}{asked}where is the dog now?{said}")
+    assert question(found).strip().startswith("where is the dog now?")
+    assert found.is_protected[found.question :].all()
+    said_words = [at for at, word in enumerate(found.words) if word == " so"]
+    assert not found.is_protected[said_words].any()
+    text = "".join(word for word, kept in zip(found.words, found.is_protected, strict=True) if kept)
+    assert text.count(asked.strip()) == 3
+
+
+def test_an_empty_last_turn_is_no_question(prompt):
+    found = prompt(f"User: {STORY}\nAssistant: yes.\nUser:")
+    assert question(found).strip().startswith("the dog")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{STORY * 9}\n\nso where is the dog now, and what of the cat?", "so where"),
+        (f"{STORY * 9}\nso where is the dog now, and what of the cat?", "so where"),
+        (f"{STORY * 9} so where is the dog now, and what of the cat?", "so where"),
+        (f"{STORY * 9} so where is the dog now? it is now in", "so where"),
+        (f"{STORY}\n\n{STORY * 9}\nso where is the dog, and the cat?", "so where"),
+        ("no end of words " * 50, "end of words"),
+        ("no end of words " * 9, "end of words"),
+    ],
+)
+def test_a_text_ends_with_its_question(prompt, text, expected):
+    found = prompt(text)
+    assert question(found).strip().startswith(expected)
+    assert found.is_protected[found.question :].all()
+    assert not found.is_protected[1 : found.question].all()
+
+
+def test_of_a_long_turn_the_first_line_and_the_last_paragraph_are_kept(prompt):
+    first, last = "tell me in one line what this is:\n", "\n\nnow say it as well as you can, do."
+    found = prompt(f"User: {first}{(STORY * 9).rstrip()}{last}\nAssistant:")
+    assert question(found) == f"{last}\nAssistant:"
+    text = "".join(word for word, kept in zip(found.words, found.is_protected, strict=True) if kept)
+    assert text == f" User: {first.rstrip()}{last}\nAssistant:"
+
+
+def test_the_end_of_what_follows_the_question_is_kept(prompt):
+    found = prompt(f"User: where is the dog?\nAssistant: {STORY * 9}and so the dog is now in the")
+    assert found.is_protected[-3:].all()
+    assert not found.is_protected.all()
+
+
+@pytest.mark.parametrize("text", ["", "x", "\n", "<s>", "User:", "User: x", "Assistant:"])
+def test_short_prompts_are_kept(prompt, text):
+    found = prompt(text)
+    assert 0 <= found.question <= len(found.words)
+    assert found.is_protected.all()
