@@ -1,0 +1,135 @@
+"""``llmaas prompts explain``: what a request would read of a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.files import content_of
+from llmaas_plugins.cli.models import add_model_action
+from llmaas_plugins.cli.output import counted, one_line, print_report
+
+if TYPE_CHECKING:
+    from llmaas_plugins.short_prompts.budget import Shortened
+
+__all__ = ["add_explain"]
+
+_MOST_BYTES = 1 << 20
+_MARKS = "[-", "-]"
+"""Marks around what is left out, as of ``wdiff``."""
+
+
+def add_explain(actions: Any) -> None:
+    """Register ``explain``."""
+    from llmaas_plugins.short_prompts.config import ScorerName
+
+    parser = add_model_action(
+        actions,
+        "explain",
+        explain,
+        "show what a request would read of a prompt",
+        "Print a prompt with the words that would be left out between [- and -].",
+    )
+    add = parser.add_argument
+    add(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="file with the prompt, as the model gets it (default: standard input)",
+    )
+    add(
+        "--share", type=float, default=0.5, help="share of the tokens to read (default %(default)s)"
+    )
+    add("--scorer", choices=get_args(ScorerName), help="how words are judged (default: the best)")
+    add("--json", action="store_true", help="print JSON")
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Shorten a prompt, and print what is left out of it."""
+    from llama_cpp import Llama
+
+    from llmaas_plugins.activation import activate
+    from llmaas_plugins.elastic.metadata import read_elastic
+
+    text = _text(args.text)
+    settings = {} if args.scorer is None else {"scorer": args.scorer}
+    plugins: dict[str, Any] = {"short_prompts": {"share": args.share, **settings}}
+    if read_elastic(args.model) is not None:
+        plugins["elastic"] = {}
+    with activate({"on_error": "raise", "plugins": plugins}) as suite:
+        llama = Llama(str(args.model), n_ctx=16, verbose=False)
+        try:
+            plugin = suite.plugin("short_prompts")
+            began = time.perf_counter()
+            found = plugin.shortened(llama, _tokens(llama, text), args.share)
+            seconds, scorer = time.perf_counter() - began, plugin.scorer_name(llama)
+        finally:
+            llama.close()
+    print_report(args, _report(found, scorer, seconds), _lines(found, scorer))
+    return 0
+
+
+# -- internals -----------------------------------------------------------------------------------
+
+
+def _text(path: Path | None) -> bytes:
+    """Return the prompt.
+
+    Raises:
+        ConfigError: It is empty or too long.
+    """
+    text = sys.stdin.buffer.read(_MOST_BYTES + 1) if path is None else content_of(path)
+    if not 0 < len(text) <= _MOST_BYTES:
+        raise ConfigError(f"expected a prompt of 1 to {_MOST_BYTES} bytes, found {len(text)}.")
+    return text
+
+
+def _tokens(llama: Any, text: bytes) -> Any:
+    import numpy as np
+
+    return np.array(llama.tokenize(text, add_bos=True, special=True), np.int32)
+
+
+def _report(found: Shortened, scorer: str, seconds: float) -> dict[str, Any]:
+    return {
+        "scorer": scorer,
+        "tokens": len(found.prompt.tokens),
+        "tokens_read": len(found.tokens),
+        "over_budget": found.exceeds,
+        "ms": round(1000 * seconds, 3),
+        "words": list(found.prompt.words),
+        "kept": found.is_kept.tolist(),
+        "protected": found.prompt.is_protected.tolist(),
+    }
+
+
+def _lines(found: Shortened, scorer: str) -> Iterator[str]:
+    yield from map(one_line, "".join(_marked(found)).splitlines())
+    yield ""
+    yield (
+        f"{len(found.tokens)} of {counted(len(found.prompt.tokens), 'token')} are read (scorer "
+        f"{scorer}); {counted(int(found.prompt.is_protected.sum()), 'word')} must stay."
+    )
+    if found.exceeds:
+        yield "The words that must stay are more than this share, so all others are left out."
+
+
+def _marked(found: Shortened) -> Iterator[str]:
+    """Yield the words of a prompt, with marks around those that are left out."""
+    was_kept = True
+    for word, is_kept in zip(found.prompt.words, found.is_kept.tolist(), strict=True):
+        blanks = word[: len(word) - len(word.lstrip())]
+        if was_kept and not is_kept:
+            yield f"{blanks}{_MARKS[0]}{word.lstrip()}"
+        elif is_kept and not was_kept:
+            yield f"{_MARKS[1]}{word}"
+        else:
+            yield word
+        was_kept = is_kept
+    if not was_kept:
+        yield _MARKS[1]
