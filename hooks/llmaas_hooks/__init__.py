@@ -35,6 +35,7 @@ from llmaas_hooks.errors import (
     UnknownPluginError,
     UnmetBudgetError,
 )
+from llmaas_hooks.levels import Levels
 from llmaas_hooks.manager import HookManager
 from llmaas_hooks.markers import NAME, hookimpl
 from llmaas_hooks.memory import MemoryClaim
@@ -69,7 +70,6 @@ from llmaas_hooks.types import (
     Engine,
     FileStamp,
     KVRestored,
-    Levels,
     LogitsView,
     ModelFile,
     ModelLoad,

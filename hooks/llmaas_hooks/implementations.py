@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pluggy
 
+from llmaas_hooks.levels import Levels
 from llmaas_hooks.memory import MemoryClaim
 from llmaas_hooks.native import WeightClaim
 from llmaas_hooks.promises import LevelTimes, RequestCost, ShorterPrompt
-from llmaas_hooks.types import KVRestored, Levels
+from llmaas_hooks.types import KVRestored
 
 __all__ = ["Implementation", "running"]
 

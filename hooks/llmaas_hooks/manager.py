@@ -19,6 +19,7 @@ from llmaas_hooks.drafts import Drafter, Guess
 from llmaas_hooks.errors import PluginError, UnmetBudgetError
 from llmaas_hooks.failures import Failures
 from llmaas_hooks.implementations import Implementation, running
+from llmaas_hooks.levels import Levels
 from llmaas_hooks.markers import NAME
 from llmaas_hooks.memory import MemoryClaim
 from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
@@ -31,7 +32,6 @@ from llmaas_hooks.types import (
     ContextCreate,
     DecodeStep,
     KVRestored,
-    Levels,
     LogitsView,
     ModelLoad,
     Request,
@@ -206,17 +206,9 @@ class HookManager:
         return None if levels == Levels() else levels
 
     def shorten(self, request: Request, share: float | None) -> Tokens | None:
-        """Fire ``llmaas_shorten`` plugin by plugin until one shortens the prompt."""
-        arguments = {"request": request, "share": share}
-        for implementation in self._found["llmaas_shorten"]:
-            try:
-                tokens: Tokens | None = implementation(arguments)
-            except Exception as error:
-                self.handle(_named(error, implementation.plugin, implementation.hook))
-            else:
-                if tokens is not None:
-                    return tokens
-        return None
+        """Fire ``llmaas_shorten``; return the first answer."""
+        answers = self._call("llmaas_shorten", request=request, share=share).values()
+        return next((tokens for tokens in answers if tokens is not None), None)
 
     def request_begin(self, request: Request, levels: Levels | None) -> None:
         """Fire ``llmaas_request_begin``."""

@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
+from llmaas_hooks.levels import Levels
 from llmaas_hooks.promises import NO_PROMISE, Promise
-from llmaas_hooks.types import Levels
 
 __all__ = [
     "MOST_NAME_BYTES",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from llmaas_hooks.drafts import Drafter, Guess
+    from llmaas_hooks.levels import Levels
     from llmaas_hooks.memory import MemoryClaim
     from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
     from llmaas_hooks.promises import RequestCost
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         ContextCreate,
         DecodeStep,
         KVRestored,
-        Levels,
         LogitsView,
         ModelLoad,
         Request,
@@ -209,7 +209,7 @@ def llmaas_level(request: Request, cost: Callable[[], RequestCost]) -> Levels | 
     """
 
 
-@hookspec(firstresult=True)
+@hookspec
 def llmaas_shorten(request: Request, share: float | None) -> Tokens | None:
     """Choose the tokens of a prompt that a request reads.
 
@@ -220,9 +220,9 @@ def llmaas_shorten(request: Request, share: float | None) -> Tokens | None:
         leaves it to the plugin.
     Thread: the app's. Cost: once a request, and its first token waits for it. The plugin may
         evaluate tokens on the engine, whose cells it then drops.
-    Returns: the tokens to read, shape ``(n,)`` int32, fewer than the prompt has; None for all.
-        Later hooks get a request with these tokens, of which ``whole`` is this one.
-    Errors: with ``on_error = "log"`` the whole prompt is read.
+    Returns: the tokens to read, shape ``(n,)`` int32, fewer than the prompt has; None for all. The
+        first plugin that returns tokens decides. Later hooks get a request with these tokens, of which ``whole`` is this one.
+    Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
     """
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmaas_hooks.types import LEAST_LEVEL
+from llmaas_hooks.levels import LEAST_LEVEL
 
 __all__ = ["ElasticConfig"]
 

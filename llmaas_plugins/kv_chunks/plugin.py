@@ -96,6 +96,8 @@ class KVChunks:
     @hookimpl
     def llmaas_context_create(self, create: ContextCreate) -> None:
         """Add the scratch sequence and spare cells to contexts that can be served."""
+        if create.is_own:
+            return
         reason = why_unserved(create)
         if reason is None:
             try:

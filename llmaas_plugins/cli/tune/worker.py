@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import request_scope
-from llmaas_hooks.types import Levels
+from llmaas_hooks.levels import Levels
 from llmaas_plugins.cli.led import HIGHEST, LOWEST, judged, opened, serve_methods
 from llmaas_plugins.config import Config
 from llmaas_plugins.machine import peak_bytes

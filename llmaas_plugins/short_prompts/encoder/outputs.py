@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llama_cpp import llama_cpp
@@ -12,6 +13,7 @@ from numpy.ctypeslib import as_array
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, LlmaasError
+from llmaas_hooks.own_models import own_models
 
 __all__ = ["Outputs"]
 
@@ -31,21 +33,9 @@ class Outputs:
             ConfigError: llama.cpp cannot load the file.
             LlmaasError: There is no memory for the context.
         """
-        llama_cpp.llama_backend_init()
-        loading = llama_cpp.llama_model_default_params()
-        loading.n_gpu_layers = 0
-        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), loading)
-        if self._model is None:
-            raise ConfigError(
-                f"llama.cpp cannot load the encoder {path}. `llmaas prompts learn` makes a new one."
-            )
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = n_positions
-        params.n_threads = params.n_threads_batch = n_threads
-        params.embeddings = True
-        params.pooling_type = llama_cpp.LLAMA_POOLING_TYPE_NONE
-        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED  # takes half of the time
-        self._ctx = llama_cpp.llama_init_from_model(self._model, params)
+        with own_models():
+            self._model = _loaded(path)
+            self._ctx = _context(self._model, n_positions, n_threads)
         if self._ctx is None:
             llama_cpp.llama_model_free(self._model)
             raise LlmaasError("no memory for the encoder's context. Close other programs.")
@@ -86,3 +76,34 @@ class Outputs:
         as_array(batch.logits, shape=(n_positions,))[:] = 1
         for i in range(n_positions):
             batch.seq_id[i][0] = ctypes.c_int32(0)
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _loaded(path: Path) -> Any:
+    """Return a ``llama_model``.
+
+    Raises:
+        ConfigError: llama.cpp cannot load the file.
+    """
+    llama_cpp.llama_backend_init()
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = 0
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    if model is None:
+        raise ConfigError(
+            f"llama.cpp cannot load the encoder {path}. `llmaas prompts learn` makes a new one."
+        )
+    return model
+
+
+def _context(model: Any, n_positions: int, n_threads: int) -> Any:
+    """Return a ``llama_context`` that gives the outputs of all pieces, or None."""
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = n_positions
+    params.n_threads = params.n_threads_batch = n_threads
+    params.embeddings = True
+    params.pooling_type = llama_cpp.LLAMA_POOLING_TYPE_NONE
+    params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED  # takes half of the time
+    return llama_cpp.llama_init_from_model(model, params)

@@ -15,7 +15,8 @@ from llama_cpp import llama_cpp
 from numpy.ctypeslib import as_array
 from numpy.typing import NDArray
 
-from llmaas_hooks import LlmaasError, NativeContext, Tokens
+from llmaas_hooks import LlmaasError, NativeContext, PluginError, Tokens, UnmetBudgetError
+from llmaas_hooks.own_models import own_contexts
 
 __all__ = ["Evaluation", "evaluation"]
 
@@ -96,12 +97,7 @@ def evaluation(
         LlmaasError: There is no memory for the context.
     """
     params = _params(llama, n_tokens, _most_batch(llama) if gives_logits else _MOST_BATCH)
-    ctx = llama_cpp.llama_init_from_model(llama.model, params)
-    if ctx is None:
-        raise LlmaasError(
-            f"no memory for a context of {params.n_ctx} tokens to score words in. Choose a scorer "
-            "that does not evaluate the prompt, or use a smaller model."
-        )
+    ctx = _made(llama, params)
     try:
         native = natives.get(int(ctx))
         if native is not None:
@@ -113,6 +109,28 @@ def evaluation(
             llama_cpp.llama_batch_free(batch)
     finally:
         llama_cpp.llama_free(ctx)
+
+
+def _made(llama: Any, params: Any) -> Any:
+    """Return a context of our own.
+
+    Raises:
+        LlmaasError: There is no memory for it.
+    """
+    problem: LlmaasError | None = None
+    with own_contexts():
+        try:
+            ctx = llama_cpp.llama_init_from_model(llama.model, params)
+        except PluginError as error:
+            if not isinstance(error.__cause__, UnmetBudgetError):
+                raise
+            ctx, problem = None, error
+    if ctx is None:
+        raise LlmaasError(
+            f"no memory for a context of {params.n_ctx} tokens to score words in. Choose a scorer "
+            "that does not evaluate the prompt, or use a smaller model."
+        ) from problem
+    return ctx
 
 
 def _params(llama: Any, n_tokens: int, most_batch: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from llama_cpp import llama_cpp
 
 from llmaas_hooks import ContextCreate, LlmaasError
+from llmaas_hooks.own_models import are_loaded_here, are_made_here
 from llmaas_patches.cell_tracker import address
 from llmaas_patches.host import Host
 from llmaas_patches.native import has_our_buffers
@@ -26,6 +27,11 @@ def wrap_init_context(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def llama_init_from_model(model: Any, params: Any) -> Any:
+        if are_loaded_here():
+            own = original(model, params)
+            if own is not None:
+                host.lifetimes.context_made(int(own), address(model))
+            return own
         host.log_buffer.replay()
         load = host.loads.get(address(model))
         if load is None and has_our_buffers(address(model)):
@@ -34,7 +40,9 @@ def wrap_init_context(host: Host, original: Function) -> Function:
                 "has ended; load the model again"
             )
         edited = type(params).from_buffer_copy(params)
-        create = ContextCreate(address(model), edited, load, why_no_seats=host.why_no_seats())
+        create = ContextCreate(
+            address(model), edited, load, why_no_seats=host.why_no_seats(), is_own=are_made_here()
+        )
         host.hooks.context_create(create)
         n_spare = _add_cells(create, params)
         make = functools.partial(original, model)

