@@ -16,16 +16,17 @@ _MOST_TOKENS = 128
 """Tokens of a question. A longer turn is taken for a text with a question at its end."""
 _LEAST_TOKENS = 8
 """Tokens that a question has at least; so ``Answer:`` alone is none."""
-_ASKED = "user|human|instruction|question|query|input|inst|q"
+_ASKED = "user|human|prompter|instruction|question|query|input|inst|q"
 _SAID = "assistant|ai|bot|gpt|model|response|answer|output|system|a"
 _LINE = re.compile(
     rf"(?:\#{{1,4}}[ \t]*|<\|)?(?:(?P<asked>{_ASKED})|{_SAID})(?:\|>|[ \t]?:)", re.IGNORECASE
 )
-"""What begins a turn at the start of a line, in templates without control tokens."""
+"""Text that begins a turn at the start of a line, in templates without control tokens."""
 _INSIDE = re.compile(r"\b(?:(?P<asked>USER|HUMAN)|ASSISTANT):|(?P<inst>\[INST\])|\[/INST\]")
-"""What begins a turn anywhere."""
+"""Text that begins a turn anywhere."""
 _INSIDE_LINES = ("USER:", "HUMAN:", "[INST]")
-_ASKED_MARK = re.compile(rf"[^\w/]*(?:{_ASKED})[^\w/]*", re.IGNORECASE)
+_ASKED_MARK = re.compile(rf"[^\w/]*(?:{_ASKED})(?:_token)?[^\w/]*", re.IGNORECASE)
+"""Names and control tokens with which the user's turns begin."""
 
 
 class Question(NamedTuple):
@@ -56,11 +57,10 @@ class _Opening(NamedTuple):
 def find_question(words: Words, layout: Layout) -> Question:
     """Return the question of a prompt, and the words that open turns.
 
-    In a chat the question is the user's last turn. Of a turn of more than 128 tokens, it is the
-    last paragraph, and the first line is kept with it. In a prompt without turns, it is the last
-    paragraph, too; or the last line, sentence or words, if that is too long or is the whole prompt.
-    What follows the user's last turn ends with words that are kept as well, as the model goes on
-    from them.
+    In a chat the question is the user's last turn. If that has more than 128 tokens, the question
+    is its last paragraph, and its first line is kept as well. In a prompt without turns, it is the
+    last paragraph, too; or the last line, sentence or words, if that is too long or is the whole
+    prompt. If text follows the user's last turn, its end is kept, because the model goes on there.
     """
     finder = _Finder(words, layout)
     openings = _openings(words, layout)

@@ -1,4 +1,4 @@
-"""What a model's tokens say: their text, and what divides and protects words."""
+"""Texts of a model's tokens, and facts that divide and protect words."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ _ROLES = frozenset(
     }
 )
 """Names that chat templates write after a control token."""
+_LONGEST_ROLE = max(map(len, _ROLES))
 _AFTER_UNSPACED = int(Fact.LETTER | Fact.DIGIT)
 
 
@@ -46,7 +47,7 @@ class Words:
         facts: ``Fact`` of each word, those of all its tokens, shape ``(n_words,)``.
         is_markup: Whether a word is a control token, or the name or line end that belongs to one;
             shape ``(n_words,)``.
-        roles: What opens a turn, by the word before which it is over: the name of who speaks.
+        roles: Name of who speaks, or else the mark, by the first word after a template's markup.
     """
 
     tokens: Tokens
@@ -107,6 +108,10 @@ def _markup(
     roles: dict[int, str] = {}
     role = ""
     for at in np.flatnonzero(is_markup).tolist():
+        start = at
+        while start > 0 and _is_line_end(int(facts[start - 1])):
+            start -= 1
+        is_markup[start:at] = True
         after, name = _name(pieces, at + 1)
         if after < len(tokens) and facts[after] & int(Fact.MARK):
             is_markup[at:after] = True  # a name stands between two marks, or nothing does
@@ -115,9 +120,10 @@ def _markup(
         end = after
         while end < len(tokens) and _is_line_end(int(facts[end])):
             end += 1
-        if end > after or not name:
-            is_markup[at:end] = True
-            roles[end] = name or role or vocabulary.mark(int(tokens[at]))
+        if end == after:
+            end, name = at + 1, ""  # text that begins with such a word
+        is_markup[at:end] = True
+        roles[end] = name or role or vocabulary.mark(int(tokens[at]))
         role = ""
     return is_markup, roles
 
@@ -125,12 +131,12 @@ def _markup(
 def _name(pieces: list[bytes], at: int) -> tuple[int, str]:
     """Return the end of the name of who speaks, and the name; ``at`` and empty without one."""
     text = ""
-    for end in range(at, min(at + 4, len(pieces))):
+    for end in range(at, min(at + _LONGEST_ROLE, len(pieces))):
         if not pieces[end].strip():  # a mark, or blanks
             break
         text += pieces[end].decode(errors="replace")
-        if text.strip() in _ROLES:
-            return end + 1, text.strip()
+        if (name := text.strip().lower()) in _ROLES:
+            return end + 1, name
     return at, ""
 
 

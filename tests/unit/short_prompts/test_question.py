@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import numpy as np
 import pytest
+from gguf import TokenType
+from vocabularies import byte_tokens, opened_vocabulary
+
+from llmaas_plugins.short_prompts.protection import prompt_of
+from llmaas_plugins.short_prompts.vocabulary import vocabulary_of
 
 STORY = "the dog went out and saw the cat there, and then it all went on as before. "
 
@@ -77,3 +85,44 @@ def test_short_prompts_are_kept(prompt, text):
     found = prompt(text)
     assert 0 <= found.question <= len(found.words)
     assert found.is_protected.all()
+
+
+@pytest.mark.parametrize(
+    ("opens", "says"),
+    [
+        (["<|im_start|>", "user\n"], ["<|im_end|>", "\n", "<|im_start|>", "assistant\n"]),
+        (
+            ["<|start_header_id|>", "user", "<|end_header_id|>", "\n\n"],
+            ["<|eot_id|>", "<|start_header_id|>", "assistant", "<|end_header_id|>", "\n\n"],
+        ),
+        (["<start_of_turn>", "user\n"], ["<end_of_turn>", "\n", "<start_of_turn>", "model\n"]),
+        (["<|user|>", "\n"], ["<|end|>", "\n", "<|assistant|>", "\n"]),
+        (["[INST]"], ["[/INST]"]),
+        (["<\uff5cUser\uff5c>"], ["<\uff5cAssistant\uff5c>"]),
+        (["<|START|>", "<|USER_TOKEN|>"], ["<|END|>", "<|START|>", "<|CHATBOT_TOKEN|>"]),
+        (["<extra_id_1>", "User\n"], ["\n", "<extra_id_1>", "Assistant\n"]),
+        (
+            ["<|start|>", "user", "<|message|>"],
+            ["<|end|>", "<|start|>", "assistant", "<|message|>"],
+        ),
+    ],
+)
+def test_marks_of_chat_templates_show_the_question(tmp_path, opens, says):
+    """Pieces in brackets are control tokens; all others are tokens of single bytes."""
+    marks = sorted({one for one in (*opens, *says) if one[0] in "<["})
+    types = [TokenType.NORMAL] * 256 + [TokenType.CONTROL] * len(marks)
+    spelled = [*byte_tokens(), *marks]
+    fields = {"tokenizer_pre": "gpt-2", "token_merges": ["a b"]}
+    turn = [*opens, STORY, *says, "so it is. ", says[0]]
+    pieces = [*turn, *turn, *opens, "where is the dog?", *says]
+    tokens = [
+        one
+        for piece in pieces
+        for one in ([256 + marks.index(piece)] if piece in marks else piece.encode())
+    ]
+    llama = opened_vocabulary(tmp_path / "model.gguf", "gpt2", spelled, types, **fields)
+    with contextlib.closing(llama):
+        found = prompt_of(np.array(tokens, np.int32), vocabulary_of(llama))
+    assert question(found).startswith("where is the dog?")
+    left = [word for word, kept in zip(found.words, found.is_protected, strict=True) if not kept]
+    assert "".join(left).replace(" ", "") == f"{STORY}soitis.{STORY}soitis.".replace(" ", "")

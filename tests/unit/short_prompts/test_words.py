@@ -121,6 +121,10 @@ def test_byte_level_bpe_tokens_span_blanks_and_lines(tmp_path):
         assert found.texts == ("", "user", "\n", "a", " to", "", "\n", "", "a")
         assert found.is_markup.tolist() == [True] * 3 + [False] * 2 + [True] * 3 + [False]
         assert found.roles == {3: "user", 7: "<|im_end|>", 8: "<|user|>"}
+        found = divide(np.array([plain, user, to, a], np.int32), vocabulary)
+        assert found.texts == ("", "user", " toa")
+        assert found.is_markup.tolist() == [True, False, False]
+        assert found.roles == {1: "<|user|>"}
 
 
 def test_names_between_control_tokens_are_markup(tmp_path):
