@@ -184,7 +184,7 @@ class HookManager:
         Args:
             request: The request.
             reuses: Whether the request may use cells that are there, or are restored. If not, no
-                token counts as ready.
+                token counts as ready, and the prompt stays whole.
         """
         caller = running.get()
         try:
@@ -193,7 +193,7 @@ class HookManager:
             running.set(caller)
         found = (answer for answer in answers if answer is not None)
         total = functools.reduce(RequestCost.plus, found, RequestCost(_n_resident(request)))
-        return total if reuses else total._replace(n_ready=0, ready_s=0.0)
+        return total if reuses else total._replace(n_ready=0, ready_s=0.0, shorter=())
 
     def level(self, request: Request, *, reuses: bool = True) -> Levels | None:
         """Fire ``llmaas_level``; return the first answer for the prompt and for the reply each.

@@ -1,27 +1,30 @@
-"""Answers of every pair of levels to prompts, compared with the whole model's.
+"""Answers of every setting to prompts, compared with the whole model's to the whole prompts.
 
 A pair's greedy answer begins as the whole model's does, until their first difference. So it is
 enough to evaluate the whole model's answer at each pair, and to see where another token would
 follow. Cells of any level serve every level: each prompt is evaluated once for each prefill level,
-and the decode levels take turns after it.
+and the decode levels take turns after it. A shorter prompt is one more prompt to evaluate, of which
+the whole prompt's answer is expected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp
 from numpy.ctypeslib import as_array
+from numpy.typing import NDArray
 
 from llmaas_hooks import LlmaasError, Tokens
-from llmaas_plugins.deadlines.answers import Answers
+from llmaas_plugins.deadlines.answers import Answers, Shorter
 from llmaas_plugins.deadlines.margin import first_two
 from llmaas_plugins.model.batch_context import BatchContext
 
-__all__ = ["Comparison", "Sequences", "answers_to"]
+__all__ = ["Comparison", "Prompts", "Sequences", "answers_to"]
 
 _MOST_TOGETHER, _MOST_CELLS, _MOST_BATCH = 16, 8192, 512
 _CELLS_STEP = 256
@@ -29,17 +32,38 @@ _CELLS_STEP = 256
 
 
 class Comparison(NamedTuple):
-    """Answers and levels to compare.
+    """Answers and settings to compare.
 
     Attributes:
         n_answer: Number of tokens of an answer.
         levels: Levels, widest first.
         at_level: Returns a block inside which a context computes at a level.
+        shares: Shares of a prompt to read besides the whole one, longest first; all below 1.
+        levels_of_shares: Levels at which these are read, widest first, with the narrowest one.
     """
 
     n_answer: int
     levels: Sequence[float]
     at_level: Callable[[float], AbstractContextManager[None]]
+    shares: Sequence[float] = ()
+    levels_of_shares: Sequence[float] = ()
+
+
+class Prompts(NamedTuple):
+    """Prompts to compare answers to.
+
+    Attributes:
+        whole: Tokens of each prompt.
+        shorter: For each share to compare, the tokens that are read of each prompt.
+    """
+
+    whole: Sequence[Tokens]
+    shorter: Sequence[Sequence[Tokens]] = ()
+
+    def some(self, rows: Iterable[int]) -> Prompts:
+        """Return some of the prompts."""
+        whole, *shorter = ([one[i] for i in rows] for one in (self.whole, *self.shorter))
+        return Prompts(whole, shorter)
 
 
 class Sequences(BatchContext):
@@ -127,40 +151,81 @@ class _Whole(NamedTuple):
     margin: float
 
 
-def answers_to(sequences: Sequences, prompts: Sequence[Tokens], comparison: Comparison) -> Answers:
-    """Compare the answers of all pairs of levels to some prompts, one for each sequence at most.
+def answers_to(sequences: Sequences, prompts: Prompts, comparison: Comparison) -> Answers:
+    """Compare the answers of all settings to some prompts, one for each sequence at most.
 
     Args:
         sequences: Context of the prepared model, with room for each prompt and answer.
-        prompts: Tokens of each prompt.
-        comparison: Answers and levels to compare.
+        prompts: The prompts.
+        comparison: Answers and settings to compare.
     """
-    n_answer, levels, at_level = comparison
-    n, n_levels = len(prompts), len(levels)
-    leads = np.zeros((n, n_levels, n_levels), np.uint8)
-    margins = np.zeros((n, n_levels), np.float32)
+    n_answer, levels, at_level, shares, levels_of_shares = comparison
     with at_level(levels[0]):
-        whole = _whole_answers(sequences, prompts, n_answer)
-    for p, prefill in enumerate(levels):
-        if p == 0:
-            firsts = [(int(one.tokens[0]), one.margin) for one in whole]
-        else:
-            with at_level(prefill):
-                firsts = _read(sequences, prompts)
-        margins[:, p] = [margin for _, margin in firsts]
-        alike = [i for i in range(n) if firsts[i][0] == whole[i].tokens[0]]
-        for d, decode in enumerate(levels):
-            for i in alike:
-                sequences.keep(i, len(prompts[i]))
-            with at_level(decode):
-                found = _leads(sequences, prompts, alike, whole, n_answer)
-            leads[alike, p, d] = found
+        whole = _whole_answers(sequences, prompts.whole, n_answer)
+    group = _Group(sequences, comparison, whole)
+    firsts = [(int(one.tokens[0]), one.margin) for one in whole]
+    leads, margins = group.compared(prompts.whole, levels, firsts)
     leads[:, 0, 0] = n_answer  # even if the sizes of batches decide between two equal tokens
-    n_prompt = np.array([len(prompt) for prompt in prompts], np.int32)
-    return Answers(tuple(levels), n_answer, n_prompt, leads, margins)
+    n_prompt = np.array([len(prompt) for prompt in prompts.whole], np.int32)
+    found = Answers(tuple(levels), n_answer, n_prompt, leads, margins)
+    if not shares:
+        return found
+    parts = [group.compared(part, levels_of_shares)[0] for part in prompts.shorter]
+    known = Shorter(tuple(shares), tuple(levels_of_shares), np.stack(parts, axis=1))
+    return replace(found, shorter=known)
 
 
 # -- inside --------------------------------------------------------------------------------------
+
+
+class _Group(NamedTuple):
+    """Prompts that are compared together.
+
+    Attributes:
+        sequences: Context of the prepared model.
+        comparison: Answers to compare.
+        whole: Answers of the whole model to the whole prompts.
+    """
+
+    sequences: Sequences
+    comparison: Comparison
+    whole: Sequence[_Whole]
+
+    def compared(
+        self,
+        prompts: Sequence[Tokens],
+        levels: Sequence[float],
+        firsts: Sequence[tuple[int, float]] | None = None,
+    ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Return how many tokens of the answers of all pairs of levels equal the whole ones'.
+
+        Args:
+            prompts: Tokens that are read of each prompt.
+            levels: Levels to compare, widest first.
+            firsts: First token of each answer at the first level, and its margin; None if the
+                prompts were not read at that level just before.
+
+        Returns:
+            Leading tokens that are equal, ``(n, n_levels, n_levels)``; and the margin of the first
+            token at each prefill level, ``(n, n_levels)``.
+        """
+        sequences, (n_answer, _, at_level, *_), whole = self
+        n, n_levels = len(prompts), len(levels)
+        leads = np.zeros((n, n_levels, n_levels), np.uint8)
+        margins = np.zeros((n, n_levels), np.float32)
+        for p, prefill in enumerate(levels):
+            if p > 0 or firsts is None:
+                with at_level(prefill):
+                    firsts = _read(sequences, prompts)
+            margins[:, p] = [margin for _, margin in firsts]
+            alike = [i for i in range(n) if firsts[i][0] == whole[i].tokens[0]]
+            for d, decode in enumerate(levels):
+                for i in alike:
+                    sequences.keep(i, len(prompts[i]))
+                with at_level(decode):
+                    found = _leads(sequences, prompts, alike, whole, n_answer)
+                leads[alike, p, d] = found
+        return leads, margins
 
 
 def _read(sequences: Sequences, prompts: Sequence[Tokens]) -> list[tuple[int, float]]:

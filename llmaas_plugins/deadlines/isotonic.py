@@ -34,27 +34,41 @@ def rising(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray
 
 
 def rising_grid(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the values that fall in no row and no column and have the least squared distance.
+    """Return the values that fall along no axis and have the least squared distance.
 
-    Dykstra's algorithm projects on the rows' condition and the columns' in turn.
+    Dykstra's algorithm projects on the condition of each axis in turn.
 
     Args:
-        values: Values of equal weight; ``(n_rows, n_columns)``.
+        values: Values of equal weight, on a grid of one axis or more.
     """
     found = values.astype(np.float64)
-    left_rows, left_columns = np.zeros_like(found), np.zeros_like(found)
+    left = [np.zeros_like(found) for _ in range(found.ndim)]
     for _ in range(_N_ROUNDS):
-        by_rows = _rising_rows(found + left_rows)
-        left_rows += found - by_rows
-        by_columns = _rising_rows((by_rows + left_columns).T).T
-        left_columns += by_rows - by_columns
-        is_done = bool(np.abs(by_columns - found).max(initial=0.0) < _CLOSE)
-        found = by_columns
-        if is_done:
+        before = found
+        for axis in reversed(range(found.ndim)):
+            asked = found + left[axis]
+            found = _rising_along(asked, axis)
+            left[axis] = asked - found
+        if np.abs(found - before).max(initial=0.0) < _CLOSE:
             break
-    # rounding, and an early end, may leave tiny falls
-    return np.maximum.accumulate(np.maximum.accumulate(found, axis=0), axis=1)
+    for axis in range(found.ndim):  # rounding, and an early end, may leave tiny falls
+        found = np.maximum.accumulate(found, axis=axis)
+    return found
 
 
-def _rising_rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.stack([rising(row, np.ones(len(row))) for row in values])
+def _rising_along(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    """Return the nearest values that never fall along one axis.
+
+    Each one is the largest mean from any value before it, of those means that are least up to any
+    value behind it.
+    """
+    rows = np.moveaxis(values, axis, -1)
+    n = rows.shape[-1]
+    sums = np.concatenate([np.zeros((*rows.shape[:-1], 1)), rows.cumsum(axis=-1)], axis=-1)
+    first, last = np.indices((n, n))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = (sums[..., None, 1:] - sums[..., :-1, None]) / (last - first + 1)
+    means = np.where(first <= last, means, np.inf)
+    least = np.minimum.accumulate(means[..., ::-1], axis=-1)[..., ::-1]
+    found = np.where(first <= last, least, -np.inf).max(axis=-2)
+    return np.moveaxis(found, -1, axis)

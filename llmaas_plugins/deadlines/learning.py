@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import Tokens
-from llmaas_plugins.deadlines.answering import Comparison, Sequences, answers_to
-from llmaas_plugins.deadlines.answers import Answers
+from llmaas_plugins.deadlines.answering import Comparison, Prompts, Sequences, answers_to
+from llmaas_plugins.deadlines.answers import Answers, Shorter
 
-__all__ = ["Kept", "cut_prompts", "estimated_s", "measured"]
+__all__ = ["Kept", "affordable", "cut_prompts", "measured"]
 
 _LENGTHS = (16, 32, 64, 128)
 _LEAST_STEP = 8
@@ -60,37 +60,69 @@ def cut_prompts(
 
 def measured(
     model: Any,
-    prompts: Sequence[Tokens],
+    prompts: Prompts,
     comparison: Comparison,
     kept: Kept,
     progress: Callable[[int], object],
 ) -> Answers:
-    """Compare the answers of all pairs of levels to prompts.
+    """Compare the answers of all settings to prompts.
 
     Args:
         model: A loaded ``llama_model`` with levels.
-        prompts: Tokens of each prompt; one or more.
-        comparison: Answers and levels to compare.
+        prompts: The prompts; one or more.
+        comparison: Answers and settings to compare.
         kept: Place of the groups that are complete.
         progress: Function that is told of each number of prompts that are done.
     """
-    order = np.argsort([len(prompt) for prompt in prompts], kind="stable")
-    found = []
-    with Sequences(model, max(map(len, prompts)) + comparison.n_answer) as sequences:
+    n_prompt = [len(prompt) for prompt in prompts.whole]
+    order, found = np.argsort(n_prompt, kind="stable"), []
+    with Sequences(model, max(n_prompt) + comparison.n_answer) as sequences:
         for name, group in _groups(order, sequences.n_together):
             answers = _of_kept(kept, name, comparison, len(group))
             if answers is None:
-                answers = answers_to(sequences, [prompts[i] for i in group], comparison)
+                answers = answers_to(sequences, prompts.some(group), comparison)
                 kept.keep({f"{name} {key}": array for key, array in _arrays(answers).items()})
             found.append(answers)
             progress(len(group))
     places = np.argsort(order)
-    arrays = {key: np.concatenate([_arrays(one)[key] for one in found])[places] for key in _KEYS}
-    return Answers(tuple(comparison.levels), comparison.n_answer, **arrays).check()
+    arrays = [_arrays(one) for one in found]
+    together = {key: np.concatenate([one[key] for one in arrays])[places] for key in arrays[0]}
+    return _answers(comparison, together)
 
 
-def estimated_s(model: Any, prompts: Sequence[Tokens], comparison: Comparison) -> float:
-    """Return about how many seconds a prompt will take, from a probe of the whole model."""
+def affordable(
+    model: Any, prompts: Sequence[Tokens], comparison: Comparison, most_s: float
+) -> tuple[Comparison, float]:
+    """Return the comparison, and about how many seconds a prompt takes, from a probe of the model.
+
+    If all prompts would take too long, shorter prompts are read at every second level only, the
+    narrowest one included, or at every second of these, down to two.
+
+    Args:
+        model: A loaded ``llama_model``.
+        prompts: Tokens of each prompt.
+        comparison: Answers and settings to compare.
+        most_s: Most seconds for all prompts.
+    """
+    token_s = _token_s(model)
+    while True:
+        each_s = token_s * _n_read(prompts, comparison)
+        some = comparison.levels_of_shares
+        if len(prompts) * each_s <= most_s or len(some) <= _LEAST_LEVELS:
+            return comparison, each_s
+        comparison = comparison._replace(levels_of_shares=(*some[:-1:2], some[-1]))
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+_N_PROBED = 64
+_LEAST_LEVELS = 2
+_KEYS = ("n_prompt", "leads", "margins")
+_SHORTER = "shorter"
+
+
+def _token_s(model: Any) -> float:
+    """Return the seconds that the whole model takes for a token of a prompt."""
     tokens = np.zeros(_N_PROBED, np.int32)
     with Sequences(model, _N_PROBED) as sequences:
         times = []
@@ -99,16 +131,18 @@ def estimated_s(model: Any, prompts: Sequence[Tokens], comparison: Comparison) -
             sequences.keep(0, 0)
             sequences.evaluate([(0, 0, tokens)], is_last_only=True)
             times.append(time.perf_counter() - started)
+    return min(times) / _N_PROBED
+
+
+def _n_read(prompts: Sequence[Tokens], comparison: Comparison) -> float:
+    """Return how many tokens the whole model could read while a prompt is compared."""
     n_prompt = float(np.mean([len(prompt) for prompt in prompts]))
-    levels, n_others = comparison.levels, comparison.n_answer - 1
-    n_read = sum(levels) * (n_prompt + len(levels) * n_others)
-    return min(times) / _N_PROBED * n_read
-
-
-# -- inside --------------------------------------------------------------------------------------
-
-_N_PROBED = 64
-_KEYS = ("n_prompt", "leads", "margins")
+    settings = [(1.0, comparison.levels)]
+    settings += [(share, comparison.levels_of_shares) for share in comparison.shares]
+    return sum(
+        sum(levels) * (share * n_prompt + len(levels) * (comparison.n_answer - 1))
+        for share, levels in settings
+    )
 
 
 def _groups(order: NDArray[np.intp], n: int) -> Iterator[tuple[str, NDArray[np.intp]]]:
@@ -117,17 +151,31 @@ def _groups(order: NDArray[np.intp], n: int) -> Iterator[tuple[str, NDArray[np.i
         yield f"group {begin}", order[begin : begin + n]
 
 
-def _arrays(answers: Answers) -> dict[str, Any]:
-    return {key: getattr(answers, key) for key in _KEYS}
+def _arrays(answers: Answers) -> dict[str, NDArray[Any]]:
+    found: dict[str, NDArray[Any]] = {key: getattr(answers, key) for key in _KEYS}
+    return found if answers.shorter is None else found | {_SHORTER: answers.shorter.leads}
+
+
+def _answers(comparison: Comparison, arrays: dict[str, Any]) -> Answers:
+    """Return the answers with these arrays.
+
+    Raises:
+        ValueError: They are impossible.
+    """
+    n_answer, levels, _, shares, levels_of_shares = comparison
+    leads = arrays.pop(_SHORTER, None)
+    shorter = None if leads is None else Shorter(tuple(shares), tuple(levels_of_shares), leads)
+    return Answers(tuple(levels), n_answer, **arrays, shorter=shorter).check()
 
 
 def _of_kept(kept: Kept, name: str, comparison: Comparison, n: int) -> Answers | None:
     """Return a group's answers if an earlier run kept them."""
-    arrays: dict[str, Any] = {key: kept.get(f"{name} {key}") for key in _KEYS}
+    keys = (*_KEYS, _SHORTER) if comparison.shares else _KEYS
+    arrays: dict[str, Any] = {key: kept.get(f"{name} {key}") for key in keys}
     if any(array is None for array in arrays.values()):
         return None
     try:
-        found = Answers(tuple(comparison.levels), comparison.n_answer, **arrays).check()
+        found = _answers(comparison, arrays)
     except (ValueError, AttributeError):
         return None
     return found if len(found) == n else None

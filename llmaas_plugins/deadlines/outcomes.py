@@ -6,7 +6,8 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 from llmaas_hooks import Promise, RequestStats
-from llmaas_plugins.deadlines.planner import Phase, Plan
+from llmaas_plugins.deadlines.phases import Phase, Question
+from llmaas_plugins.deadlines.planner import Plan
 
 __all__ = ["MOST_SHOWN", "AnswerReport", "Outcome", "Outcomes", "outcome"]
 
@@ -48,6 +49,7 @@ class Outcome(NamedTuple):
         ttft_s: Measured time to the first token, with the time that the request waited; None if
             there was none.
         tpot_s: Measured mean time of each further token; None if there was none.
+        n_prompt: Number of tokens of the whole prompt.
     """
 
     promise: Promise
@@ -55,6 +57,7 @@ class Outcome(NamedTuple):
     answer: AnswerReport
     ttft_s: float | None
     tpot_s: float | None
+    n_prompt: int
 
     @property
     def phases(self) -> tuple[tuple[str, Phase | None, float | None], ...]:
@@ -81,10 +84,15 @@ class Outcome(NamedTuple):
         """Phases of which the plan said that they may take longer than promised."""
         return [name for name, phase, _ in self.phases if phase and not phase.is_feasible]
 
+    @property
+    def is_shortened(self) -> bool:
+        """Whether the request read a part of its prompt."""
+        return self.plan.reading is not None and not self.plan.reading.is_whole
+
     def report(self) -> dict[str, Any]:
         """Return promised, expected and measured times in ms, as JSON types."""
         found: dict[str, Any] = {"missed": self.misses, "infeasible": self.infeasible}
-        found |= self._answer_report()
+        found |= self._answer_report() | self._prompt_report()
         for name, phase, measured_s in self.phases:
             limit = getattr(self.promise, name)
             if limit is None and phase is None:
@@ -111,14 +119,26 @@ class Outcome(NamedTuple):
             "margin": None if answer.margin is None else round(answer.margin, 4),
         }
 
+    def _prompt_report(self) -> dict[str, Any]:
+        """Return how much of the prompt was read, if the request had a choice."""
+        reading = self.plan.reading
+        if reading is None:
+            return {}
+        found = {
+            "share": round(reading.share, 4),
+            "left_out": self.n_prompt - reading.n_tokens,
+            "choosing_ms": _ms(reading.before_s) if self.is_shortened else 0.0,
+        }
+        return {"prompt": found}
 
-def outcome(promise: Promise, plan: Plan, answer: AnswerReport, stats: RequestStats) -> Outcome:
+
+def outcome(question: Question, plan: Plan, answer: AnswerReport, stats: RequestStats) -> Outcome:
     """Return the outcome of a request that ended."""
-    n_others = stats.n_generated - 1
+    promise, n_others = question.promise, stats.n_generated - 1
     tpot_s = stats.decode_s / n_others if n_others > 0 else None
     first_s = stats.first_token_s
     ttft_s = None if first_s is None else promise.waited_s + first_s
-    return Outcome(promise, plan, answer, ttft_s, tpot_s)
+    return Outcome(promise, plan, answer, ttft_s, tpot_s, question.n_prompt)
 
 
 class Outcomes:
@@ -128,7 +148,7 @@ class Outcomes:
         """Start with zeros."""
         names = (
             *("promised", "met", "missed", "infeasible", "unexpected", "unplanned"),
-            *("risk_limited", "best_effort"),
+            *("risk_limited", "best_effort", "shortened"),
         )
         self._counts = dict.fromkeys(names, 0)
         self._histograms = {
@@ -142,9 +162,10 @@ class Outcomes:
         counts["risk_limited"] += found.answer.max_risk is not None
         counts["best_effort"] += found.answer.is_best_effort
         counts["promised"] += bool(found.promise)
+        counts["shortened"] += found.is_shortened
         if not found.promise:
             pass
-        elif found.plan == Plan(None, None):
+        elif found.plan.is_empty:
             counts["unplanned"] += 1
         else:
             counts["missed" if found.misses else "met"] += 1

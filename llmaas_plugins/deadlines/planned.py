@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from llmaas_hooks import Request
+from llmaas_hooks import Levels, Request
 from llmaas_plugins.deadlines.outcomes import AnswerReport
-from llmaas_plugins.deadlines.planner import Plan, Question, resumed_phase
+from llmaas_plugins.deadlines.phases import Question
+from llmaas_plugins.deadlines.planner import Plan, begun, resumed_phase, worth_of
 
 __all__ = ["Planned"]
 
@@ -17,7 +18,7 @@ class Planned:
     """Request that was planned and has not ended.
 
     Attributes:
-        request: The request.
+        request: The request, with its whole prompt.
         model: Path of the model.
         question: Everything that the plan depends on.
         plan: Plan of the request.
@@ -36,12 +37,22 @@ class Planned:
     n_before: int = 0
     before_s: float = 0.0
 
+    def begin(self, levels: Levels, n_read: int) -> None:
+        """Give up what was decided otherwise: levels, or the number of tokens to read."""
+        found = begun(self.question, self.plan, levels, n_read)
+        if found != self.plan:  # the worth of another plugin's setting is unknown
+            is_known = self.plan.at(levels) == self.plan
+            worth = worth_of(self.question, found) if is_known else None
+            self.answer = AnswerReport(worth, self.answer.max_risk)
+        self.plan = found
+
     def resume(self, n_generated: int) -> None:
         """Plan the rest of the answer anew, after other requests used the engine."""
         phase = self.plan.tpot
         if phase is None or self.first_s is None:
             return
-        found = resumed_phase(self.question, phase, n_generated, time.perf_counter() - self.first_s)
+        passed_s = time.perf_counter() - self.first_s
+        found = resumed_phase(self.question, self.plan, n_generated, passed_s)
         if found.level != phase.level:
             self.before_s += (n_generated - 1 - self.n_before) * phase.table_s
             self.n_before = n_generated - 1

@@ -1,45 +1,39 @@
-"""Choose the levels of a request from measured times (ElastiLM §3.1, Eq 1).
+"""Choose a request's prompt share and levels from measured times (ElastiLM §3.1, Eq 1, and §3.3).
 
 The paper scales one level by both limits. Here times are measured ones, and the prompt and the
 answer have a level each. Cells of any level serve every level, so the two are chosen apart. A share
-refers to a time that the whole model rarely exceeds, so that the whole model keeps 100 %.
+of time refers to a time that the whole model rarely exceeds, so that the whole model keeps 100 %.
 
-The best answer that the limits allow is that of the widest levels, as the probability of the whole
-model's answer rises with both levels. With a limit of the risk, the fastest policy is chosen among
-those whose risk is certified and whose levels all keep the promise.
+The best answer to a prompt that the limits allow is that of the widest levels, as the probability
+of the whole model's answer rises with both levels. If the request could read a shorter prompt, each
+prompt is planned so, and the plans are compared:
+
+- Among plans that keep the promise, the one whose answer is most probably the whole model's is
+  used. As long as these probabilities are unknown, it is the one with the longest prompt.
+- If none keeps the promise, the nearest one is used, and flagged.
+
+With a limit of the risk, the prompt stays whole, and the fastest policy is chosen among those whose
+risk is certified and whose levels all keep the promise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
-from llmaas_hooks import Levels, LevelTimes, Promise, RequestCost
-from llmaas_plugins.deadlines.correction import Fit
+from llmaas_hooks import Levels, Promise
+from llmaas_plugins.deadlines.phases import (
+    Phase,
+    Question,
+    Reading,
+    answer_options,
+    prompt_options,
+)
 from llmaas_plugins.deadlines.policies import Policy
 
-__all__ = ["Phase", "Plan", "Question", "answer_phase", "plan", "resumed_phase"]
+__all__ = ["Plan", "answer_phase", "begun", "checked", "plan", "resumed_phase", "worth_of"]
 
-_ROUNDING = 1e-9
-
-
-class Phase(NamedTuple):
-    """Plan of the prompt, or of the answer.
-
-    Attributes:
-        level: Level to use.
-        limit_s: Promised time; None if there is none.
-        table_s: Time by the tables alone, from the request's beginning.
-        expected_s: Time to expect, with the time that the request waited.
-        is_feasible: Whether the time is rarely longer than promised.
-    """
-
-    level: float
-    limit_s: float | None
-    table_s: float
-    expected_s: float
-    is_feasible: bool
+_WHOLE = Levels(1.0, 1.0)
 
 
 class Plan(NamedTuple):
@@ -49,11 +43,13 @@ class Plan(NamedTuple):
         ttft: Plan of the prompt.
         tpot: Plan of the answer.
         policy: Policy whose risk is certified; None if the plan is none.
+        reading: Prompt that the request reads; None if it had no choice.
     """
 
     ttft: Phase | None
     tpot: Phase | None
     policy: Policy | None = None
+    reading: Reading | None = None
 
     @property
     def phases(self) -> tuple[Phase | None, Phase | None]:
@@ -61,75 +57,130 @@ class Plan(NamedTuple):
         return self.ttft, self.tpot
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing is planned, as there are no measured times."""
+        return self.phases == (None, None)
+
+    @property
     def levels(self) -> Levels:
-        """Levels to use; None where nothing is planned."""
-        return Levels(*(None if one is None else one.level for one in self.phases))
+        """Levels to use, and share of the prompt; None where nothing is planned."""
+        prefill, decode = (None if one is None else one.level for one in self.phases)
+        return Levels(prefill, decode, prompt_share=self.reading and self.reading.share)
+
+    def keeps(self, promise: Promise) -> bool:
+        """Return whether each promised time is rarely exceeded."""
+        return all(phase is not None and phase.is_feasible for phase in self._promised(promise))
+
+    def excess(self, promise: Promise) -> float:
+        """Return the expected time over the promised one, of the phase that exceeds it most."""
+        return max(
+            phase.expected_s / phase.limit_s if phase and phase.limit_s else math.inf
+            for phase in self._promised(promise)
+        )
 
     def at(self, levels: Levels) -> Plan:
         """Return the plan without phases for which other levels were decided."""
         ttft = self.ttft if self.ttft and self.ttft.level == levels.prefill else None
         tpot = self.tpot if self.tpot and self.tpot.level == levels.decode else None
-        return Plan(ttft, tpot, self.policy if ttft and tpot else None)
+        return Plan(ttft, tpot, self.policy if ttft and tpot else None, self.reading)
 
-
-class Question(NamedTuple):
-    """Everything that a plan depends on.
-
-    Attributes:
-        promise: Latency that is asked for.
-        cost: Times that plugins predict.
-        n_prompt: Number of prompt tokens.
-        asked: Levels that the app itself sets.
-        ttft: Correction of times to the first token.
-        tpot: Correction of times of further tokens.
-        policies: Policies whose risk is certified, if the risk is limited; else empty.
-        n_answer: Number of tokens of an answer that count for the risk.
-    """
-
-    promise: Promise
-    cost: RequestCost
-    n_prompt: int
-    asked: Levels = Levels()
-    ttft: Fit = Fit()
-    tpot: Fit = Fit()
-    policies: tuple[Policy, ...] = ()
-    n_answer: int = 1
+    def _promised(self, promise: Promise) -> list[Phase | None]:
+        limits = promise.ttft, promise.tpot
+        return [phase for limit, phase in zip(limits, self.phases, strict=True) if limit]
 
 
 def plan(question: Question) -> Plan:
-    """Return the fastest certified levels that keep the promise, or else the widest ones.
+    """Return the fastest certified levels that keep the promise, or else the best plan.
 
-    If none keep it, these are the fastest levels.
+    That is the plan of the largest worth among those that keep the promise. If none keeps it, it is
+    the plan that is nearest to it.
     """
     if not question.cost.levels:
         return Plan(None, None)
-    ttft, tpot = _prompt_options(question), _answer_options(question)
-    policy = _fastest(question, ttft, tpot)
-    if policy is not None:
-        return Plan(ttft.phase(policy.prefill), tpot.phase(max(policy.decode)), policy)
+    if (found := _fastest(question)) is not None:
+        return found
+    promise, plans = question.promise, [_widest(question, one) for one in question.readings]
+    if keeping := [one for one in plans if one.keeps(promise)]:
+        return max(keeping, key=lambda one: worth_of(question, one) or 0.0)  # the first of equals
+    return min(plans, key=lambda one: one.excess(promise))
+
+
+def checked(question: Question, decision: Levels) -> Plan:
+    """Return the plan of a decision that was made without times, if it keeps the promise.
+
+    This is the paper's check at run time (ElastiLM §3.3), made deterministic. Where the paper takes
+    a random setting among those that keep the promise, the planner's own is used: the one of the
+    largest worth. If none keeps it, that is the nearest setting, and it is flagged.
+
+    Args:
+        question: Everything that the plan depends on.
+        decision: Levels, and share of the prompt, such as those that a model predicts. The app's
+            own go first.
+    """
+    found = plan(question._replace(asked=question.asked.over(decision)))
+    return found if found.keeps(question.promise) else plan(question)
+
+
+def begun(question: Question, found: Plan, levels: Levels, n_read: int) -> Plan:
+    """Return the plan of a request whose levels and prompt were decided.
+
+    Phases for which other levels were decided are given up. If the prompt was not shortened as
+    planned, times are those of the tokens that are read.
+
+    Args:
+        question: Everything that the plan depends on.
+        found: The plan.
+        levels: Levels that were decided.
+        n_read: Number of prompt tokens that the request reads.
+    """
+    kept, share = found.at(levels), question.asked.over(levels).prompt_share
+    reading = question.reading_of(n_read, share)
+    if reading == (found.reading or question.whole):
+        return kept
+    if kept.is_empty:
+        return Plan(None, None, None, reading)
     return Plan(
-        ttft.widest() if question.promise.ttft else None,
-        tpot.widest() if question.promise.tpot else None,
+        prompt_options(question, reading).same(kept.ttft),
+        answer_options(question, reading).same(kept.tpot),
+        None,  # its certificate is for whole prompts
+        reading,
     )
+
+
+def worth_of(question: Question, found: Plan) -> float | None:
+    """Return the probability of the whole model's answer; None if it is unknown.
+
+    A level that is not planned is 1.0.
+    """
+    if question.worth is None:
+        return None
+    levels = found.levels.over(_WHOLE)
+    assert levels.prefill is not None
+    assert levels.decode is not None
+    share = 1.0 if levels.prompt_share is None else levels.prompt_share
+    return question.worth.at(levels.prefill, levels.decode, question.n_prompt, share)
 
 
 def answer_phase(question: Question, level: float) -> Phase:
     """Return the plan of the answer at another level that a policy of the plan has."""
-    return _answer_options(question).phase(level)
+    return answer_options(question, question.whole).phase(level)
 
 
-def resumed_phase(question: Question, phase: Phase, n_generated: int, passed_s: float) -> Phase:
+def resumed_phase(question: Question, found: Plan, n_generated: int, passed_s: float) -> Phase:
     """Return the plan of an answer that goes on after other requests used its engine.
 
     The level is narrower than before if the remaining tokens have to make up for lost time.
 
     Args:
         question: Everything that the plan depends on.
-        phase: Plan of the answer so far.
+        found: Plan of the request so far, with an answer.
         n_generated: Number of tokens that were sampled.
         passed_s: Seconds since the first of them.
     """
-    options, n_left = _answer_options(question), question.promise.n_ahead(n_generated)
+    phase = found.tpot
+    assert phase is not None
+    options = answer_options(question, found.reading or question.whole)
+    n_left = question.promise.n_ahead(n_generated)
     if options.limit_s is None or not n_left:
         return phase
     n_all = n_generated - 1 + n_left
@@ -151,102 +202,23 @@ def resumed_phase(question: Question, phase: Phase, n_generated: int, passed_s: 
 # -- inside --------------------------------------------------------------------------------------
 
 
-class _Options(NamedTuple):
-    """Levels that a phase may use, and their times.
-
-    Attributes:
-        times: Seconds by level, widest level first; only times that make sense.
-        limit_s: Promised time; None if there is none.
-        fit: Correction of the times.
-        waited_s: Seconds that the request waited.
-        room_s: Seconds that other requests leave; None if there are none.
-    """
-
-    times: dict[float, float]
-    limit_s: float | None
-    fit: Fit
-    waited_s: float = 0.0
-    room_s: float | None = None
-
-    def most_s(self, level: float) -> float:
-        """Return a time that a level rarely exceeds."""
-        return self.fit.most_s(self.times[level])
-
-    def fits(self, level: float) -> bool:
-        """Return whether a level may be used and rarely takes longer than promised."""
-        if level not in self.times:
-            return False
-        most_s = self.waited_s + self.most_s(level)
-        return self.limit_s is None or most_s <= self.limit_s * (1 + _ROUNDING)
-
-    def leaves_room(self, level: float) -> bool:
-        """Return whether a level fits, and other requests keep their promises, too."""
-        return self.fits(level) and (self.room_s is None or self.most_s(level) <= self.room_s)
-
-    def phase(self, level: float) -> Phase:
-        """Return the plan of a phase at a level."""
-        table_s = self.times[level]
-        expected_s = self.waited_s + self.fit.expected_s(table_s)
-        return Phase(level, self.limit_s, table_s, expected_s, self.fits(level))
-
-    def widest(self) -> Phase | None:
-        """Return the plan at the widest level that leaves room, or else at the fastest one."""
-        if not self.times or (self.limit_s is not None and not 0 < self.limit_s < math.inf):
-            return None
-        found = next(filter(self.leaves_room, self.times), None)
-        return self.phase(min(self.times, key=self.times.__getitem__) if found is None else found)
-
-
-def _prompt_options(question: Question) -> _Options:
-    cost, promise = question.cost, question.promise
-    n_evaluated = max(question.n_prompt - cost.n_ready, 1)
-    whole_s = question.ttft.most_s(cost.levels[0].ttft_s(question.n_prompt))
-    limit_s = promise.ttft and promise.ttft.seconds(whole_s)
-    return _Options(
-        _times(question.asked.prefill, lambda one: cost.ready_s + one.ttft_s(n_evaluated), cost),
-        limit_s,
-        question.ttft,
-        promise.waited_s,
-        _room(limit_s, promise, promise.room_s),
+def _widest(question: Question, reading: Reading) -> Plan:
+    """Return the plan with the widest levels for a prompt."""
+    promise, chosen = question.promise, reading if question.cost.shorter else None
+    return Plan(
+        prompt_options(question, reading).widest() if promise.ttft else None,
+        answer_options(question, reading).widest() if promise.tpot else None,
+        None,
+        chosen,
     )
 
 
-def _answer_options(question: Question) -> _Options:
-    promise, n_prompt = question.promise, question.n_prompt
-    whole_s = question.tpot.most_s(question.cost.levels[0].tpot_s(n_prompt))
-    limit_s = promise.tpot and promise.tpot.seconds(whole_s)
-    return _Options(
-        _times(question.asked.decode, lambda one: one.tpot_s(n_prompt), question.cost),
-        limit_s,
-        question.tpot,
-        room_s=_room(limit_s, promise),
-    )
-
-
-def _room(limit_s: float | None, promise: Promise, room_s: float | None = None) -> float | None:
-    """Return the seconds that other requests leave: those behind this one, and those to come."""
-    if limit_s is None or not promise.pressure:
-        return room_s
-    found = (1 - promise.pressure) * limit_s
-    return found if room_s is None else min(found, room_s)
-
-
-def _times(
-    asked: float | None, seconds: Callable[[LevelTimes], float], cost: RequestCost
-) -> dict[float, float]:
-    levels = _usable(cost.levels, asked)
-    return {one.level: s for one in levels if 0 < (s := seconds(one)) < math.inf}
-
-
-def _usable(levels: tuple[LevelTimes, ...], asked: float | None) -> tuple[LevelTimes, ...]:
-    """Return the levels to choose from: the one that serves what the app asks for, or all."""
-    if asked is None:
-        return levels
-    return next(((one,) for one in levels if one.level <= asked + _ROUNDING), levels[-1:])
-
-
-def _fastest(question: Question, ttft: _Options, tpot: _Options) -> Policy | None:
-    """Return the policy that takes the least time, if one keeps the promise."""
+def _fastest(question: Question) -> Plan | None:
+    """Return the plan of the policy that takes the least time, if one keeps the promise."""
+    (reading, *_) = question.readings
+    if not (question.policies and reading.is_whole):
+        return None
+    ttft, tpot = prompt_options(question, reading), answer_options(question, reading)
 
     def seconds(policy: Policy) -> float:
         token_s = sum(
@@ -260,4 +232,8 @@ def _fastest(question: Question, ttft: _Options, tpot: _Options) -> Policy | Non
         for policy in question.policies
         if ttft.fits(policy.prefill) and all(map(tpot.fits, set(policy.decode)))
     ]
-    return min(fit, key=seconds, default=None)
+    if not fit:
+        return None
+    policy = min(fit, key=seconds)
+    chosen = reading if question.cost.shorter else None
+    return Plan(ttft.phase(policy.prefill), tpot.phase(max(policy.decode)), policy, chosen)

@@ -1,4 +1,4 @@
-"""Hooks of the deadlines plugin: plan each request's levels, and compare times with promises."""
+"""Hooks of the deadlines plugin: plan each request's prompt and levels, and judge its times."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from llmaas_plugins.deadlines.correction import Correction
 from llmaas_plugins.deadlines.learned import Lessons
 from llmaas_plugins.deadlines.margin import first_two
 from llmaas_plugins.deadlines.outcomes import MOST_SHOWN, AnswerReport, Outcomes, outcome
+from llmaas_plugins.deadlines.phases import Question
 from llmaas_plugins.deadlines.planned import Planned
-from llmaas_plugins.deadlines.planner import Plan, Question, answer_phase, plan
+from llmaas_plugins.deadlines.planner import Plan, answer_phase, plan, worth_of
 from llmaas_plugins.deadlines.policies import Policy
-from llmaas_plugins.deadlines.worth import Worth
 from llmaas_plugins.model.digest import Digest, begin_digest
 
 __all__ = ["Deadlines"]
@@ -46,7 +46,7 @@ _log = logging.getLogger("llmaas.deadlines")
 
 
 class Deadlines:
-    """Plugin that keeps promises of latency by choosing levels."""
+    """Plugin that keeps promises of latency by choosing levels and shorter prompts."""
 
     Config: ClassVar[type[DeadlinesConfig]] = DeadlinesConfig
 
@@ -54,7 +54,7 @@ class Deadlines:
         """Take the configured promises."""
         self._config = config
         self._lock = forks.lock()
-        self._planned: dict[int, Planned] = {}  # by the request's id: some are interrupted
+        self._planned: dict[int, Planned] = {}  # by _key: some requests are interrupted
         self._corrections: OrderedDict[tuple[str, str | None, str], Correction] = OrderedDict()
         self._outcomes = Outcomes()
         self._told: set[tuple[str, str]] = set()
@@ -74,32 +74,33 @@ class Deadlines:
 
     @hookimpl
     def llmaas_level(self, request: Request, cost: Callable[[], RequestCost]) -> Levels | None:
-        """Choose the widest levels that keep the request's promise."""
+        """Choose the levels, and the share of the prompt, that keep the request's promise."""
         config, app = self._config, request.app
         promise, risk = request.promise.over(config.promise_of(app)), config.risk_of(app)
         if not (promise or risk) or _NAME in request.declined:
             return None
         costs, model = cost(), request.engine.llama.model_path
-        n_prompt, n_answer = len(request.tokens), config.n_answer_of(app)
+        n_answer = config.n_answer_of(app)
         learned = self._lessons.about(costs.levels_id, app, n_answer, risk)
         with self._lock:
             question = Question(
                 promise,
                 costs,
-                n_prompt,
-                _WHOLE if "elastic" in request.declined else request.levels,
+                len(request.tokens),
+                _asked(request),
                 self._correction(model, app, "ttft").fit(),
                 self._correction(model, app, "tpot").fit(),
                 () if risk is None else learned.policies,
                 n_answer,
+                learned.worth,
             )
             found = plan(question)
             answer = AnswerReport(
-                _worth(learned.worth, found.levels, n_prompt),
+                worth_of(question, found),
                 None if risk is None else risk.most,
                 is_certified=found.policy is not None,
             )
-            self._planned[id(request)] = Planned(request, model, question, found, answer)
+            self._planned[_key(request)] = Planned(request, model, question, found, answer)
             self._tell(model, found, answer)
         return None if found.levels == Levels() else self._with_choices(request, found)
 
@@ -107,22 +108,19 @@ class Deadlines:
     def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
         """Give up what another plugin has decided."""
         with self._lock:
-            planned = self._planned.get(id(request))
+            planned = self._planned.get(_key(request))
             if planned is not None:
-                kept, answer = planned.plan.at(levels or Levels()), planned.answer
-                if kept != planned.plan:  # the worth of another plugin's setting is unknown
-                    answer = AnswerReport(max_risk=answer.max_risk)
-                planned.plan, planned.answer = kept, answer
+                planned.begin(levels or Levels(), len(request.tokens))
 
     @hookimpl
     def llmaas_request_end(self, request: Request, stats: RequestStats) -> None:
         """Compare the request's times with its promise and with the predictions."""
         with self._lock:
-            planned = self._planned.pop(id(request), None)
+            planned = self._planned.pop(_key(request), None)
             if planned is None:
                 return
             promise = planned.question.promise
-            found = outcome(promise, planned.plan, planned.answer, stats)
+            found = outcome(planned.question, planned.plan, planned.answer, stats)
             if found.ttft_s is None:
                 return  # it was ended before its first token
             self._outcomes.add(request.app, found)
@@ -191,7 +189,7 @@ class Deadlines:
         _, margin = first_two(logits)
         i = policy.range_of(margin)
         with self._lock:
-            planned = self._planned.get(id(request))
+            planned = self._planned.get(_key(request))
             if planned is None or planned.plan.policy is not policy:
                 return max(policy.decode)  # another plugin chose the prompt's level
             tpot = answer_phase(planned.question, policy.decode[i])
@@ -202,14 +200,14 @@ class Deadlines:
     def _begin_answer(self, request: Request, level: float) -> float:
         """Keep the time of an answer's first token."""
         with self._lock:
-            if (planned := self._planned.get(id(request))) is not None:
+            if (planned := self._planned.get(_key(request))) is not None:
                 planned.first_s = time.perf_counter()
         return level
 
     def _go_on(self, request: Request, level: float, n_generated: int) -> float:
         """Choose the level of an answer that goes on after other requests used its engine."""
         with self._lock:
-            planned = self._planned.get(id(request))
+            planned = self._planned.get(_key(request))
             if planned is None or planned.plan.tpot is None:
                 return level
             planned.resume(n_generated)
@@ -226,7 +224,7 @@ class Deadlines:
 
     def _tell(self, model: str, found: Plan, answer: AnswerReport) -> None:
         """Log once that a model has no times, and once that a risk cannot be certified."""
-        if found == Plan(None, None):
+        if found.is_empty:
             if (model, "times") in self._told:
                 return
             self._told.add((model, "times"))
@@ -246,11 +244,14 @@ class Deadlines:
             )  # fmt: skip
 
 
-def _worth(worth: Worth | None, levels: Levels, n_prompt: int) -> float | None:
-    """Return the probability of the whole model's answer; a level that is not planned is 1.0."""
-    if worth is None:
-        return None
-    found = levels.over(_WHOLE)
-    assert found.prefill is not None
-    assert found.decode is not None
-    return worth.at(found.prefill, found.decode, n_prompt)
+def _key(request: Request) -> int:
+    """Return the same number for a request before and after its prompt was shortened."""
+    return id(request.whole or request)
+
+
+def _asked(request: Request) -> Levels:
+    """Return what the app itself sets; without elastic, its levels are those of the whole model."""
+    asked = request.levels
+    return (
+        replace(_WHOLE, prompt_share=asked.prompt_share) if "elastic" in request.declined else asked
+    )

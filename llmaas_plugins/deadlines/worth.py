@@ -1,4 +1,4 @@
-"""Probability that a pair of levels gives the whole model's answer."""
+"""Probability that a setting gives the whole model's answer to the whole prompt."""
 
 from __future__ import annotations
 
@@ -19,36 +19,63 @@ _N_BINS = 12
 
 
 class Worth(NamedTuple):
-    """Probability of the whole model's answer, by prompt length; it rises with both levels.
+    """Probability of the whole model's answer, by prompt length; it never falls as a knob rises.
 
     Attributes:
         levels: Levels, widest first.
         lengths: Largest numbers of prompt tokens of all ranges but the last; ascending.
-        shares: Probabilities; ``(n_ranges, n_levels, n_levels)``, prefill before decode.
+        whole: Probabilities of whole prompts; ``(n_ranges, n_levels, n_levels)``, prefill before
+            decode.
+        shares: Shares of shorter prompts that were measured, longest first.
+        measured: Levels at which shorter prompts were measured, widest first.
+        shorter: Probabilities of shorter prompts; ``(n_ranges, n_shares, n_measured, n_measured)``.
     """
 
     levels: tuple[float, ...]
     lengths: NDArray[np.float64]
-    shares: NDArray[np.float64]
+    whole: NDArray[np.float64]
+    shares: tuple[float, ...]
+    measured: tuple[float, ...]
+    shorter: NDArray[np.float64]
 
     @classmethod
     def of(cls, answers: Answers, n_tokens: int) -> Self:
         """Estimate the probabilities for the first tokens of an answer."""
         n_ranges = max(min(len(answers) // _LEAST, _N_LENGTHS), 1)
         lengths = _quantiles(answers.n_prompt, n_ranges)
-        ranges = np.searchsorted(lengths, answers.n_prompt)
-        differ = answers.differ(n_tokens)
-        shares = [
-            1 - rising_grid(differ[ranges == i].mean(axis=0)) for i in range(len(lengths) + 1)
-        ]
-        return cls(answers.levels, lengths, np.stack(shares))
+        rows = np.searchsorted(lengths, answers.n_prompt) == np.arange(len(lengths) + 1)[:, None]
+        whole = _agreement(answers.leads, rows, n_tokens)
+        if answers.shorter is None:
+            return cls(answers.levels, lengths, whole, (), (), np.empty((len(rows), 0, 0, 0)))
+        shares, levels, leads = answers.shorter
+        # no part of a prompt is worth more than the whole
+        places = [answers.levels.index(level) for level in levels]
+        most = whole[:, places][:, :, places]
+        shorter = np.minimum(_agreement(leads, rows, n_tokens), most[:, None])
+        return cls(answers.levels, lengths, whole, shares, levels, shorter)
 
-    def at(self, prefill: float, decode: float, n_prompt: int) -> float | None:
-        """Return the probability of a pair of levels; None if one is not in the table."""
+    def at(self, prefill: float, decode: float, n_prompt: int, share: float = 1.0) -> float | None:
+        """Return the probability of a setting; None if it is not in the table.
+
+        A setting of a shorter prompt that was not measured is worth as much, at least, as the next
+        one below that was.
+
+        Args:
+            prefill: Level of the prompt.
+            decode: Level of the answer.
+            n_prompt: Number of tokens of the whole prompt.
+            share: Share of them that is read.
+        """
         if prefill not in self.levels or decode not in self.levels:
             return None
-        pair = self.levels.index(prefill), self.levels.index(decode)
-        return float(self.shares[(int(np.searchsorted(self.lengths, n_prompt)), *pair)])
+        length = int(np.searchsorted(self.lengths, n_prompt))
+        if share == 1:
+            pair = self.levels.index(prefill), self.levels.index(decode)
+            return float(self.whole[(length, *pair)])
+        if not self.shares or share < self.shares[-1]:
+            return None
+        knobs = (share, self.shares), (prefill, self.measured), (decode, self.measured)
+        return float(self.shorter[(length, *(_below(*knob) for knob in knobs))])
 
 
 class Margins(NamedTuple):
@@ -75,6 +102,19 @@ class Margins(NamedTuple):
         sums = np.stack([np.bincount(ranges, one, n) for one in differ.T])
         falling = [rising(row[::-1], counts[::-1])[::-1] for row in sums / counts]
         return cls(edges, np.maximum.accumulate(np.stack(falling), axis=0))
+
+
+def _agreement(
+    leads: NDArray[np.uint8], rows: NDArray[np.bool_], n_tokens: int
+) -> NDArray[np.float64]:
+    """Return the probability of the whole model's first tokens, for each of some sets of rows."""
+    differ = leads < n_tokens
+    return np.stack([1 - rising_grid(differ[one].mean(axis=0)) for one in rows])
+
+
+def _below(value: float, found: tuple[float, ...]) -> int:
+    """Return the index of the largest value that is not above another; they are falling."""
+    return next(i for i, one in enumerate(found) if one <= value)
 
 
 def _quantiles(values: NDArray[Any], n: int) -> NDArray[np.float64]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
-from llmaas_plugins.deadlines.answers import Answers
+from llmaas_plugins.deadlines.answers import Answers, Shorter
 
 LEVELS = (1.0, 0.8, 0.6, 0.4)
+SHARES = (0.7, 0.5)
+COARSE = (1.0, 0.6, 0.4)
+"""Levels at which shorter prompts were read."""
 N_ANSWER = 4
 
 
@@ -27,3 +32,17 @@ def answers(n=1000, *, seed=0, levels=LEVELS, risk=0.02, prefill_risk=0.02):
     return Answers(
         levels, N_ANSWER, n_prompt, leads.astype(np.uint8), np.tile(margins[:, None], len(levels))
     ).check()
+
+
+def with_shorter(found, *, risk=0.1, seed=1):
+    """Return answers with those to shorter prompts.
+
+    These differ as often as the whole prompts' answers, and besides with a probability of ``risk``
+    for each step of the share.
+    """
+    chance = np.random.default_rng(seed)
+    places = [found.levels.index(level) for level in COARSE]
+    leads = np.tile(found.leads[:, None, places][..., places], (1, len(SHARES), 1, 1))
+    steps = 1 + np.arange(len(SHARES))
+    leads[chance.random((len(found), 1)) < risk * steps] = 0
+    return dataclasses.replace(found, shorter=Shorter(SHARES, COARSE, leads)).check()

@@ -22,7 +22,7 @@ from llmaas_hooks import Tokens
 from llmaas_plugins import elastic
 from llmaas_plugins.activation import activate
 from llmaas_plugins.cli.given_text import tokens_of
-from llmaas_plugins.deadlines.answering import Comparison
+from llmaas_plugins.deadlines.answering import Comparison, Prompts
 from llmaas_plugins.deadlines.answers import Answers
 from llmaas_plugins.deadlines.learning import cut_prompts, measured
 from llmaas_plugins.deadlines.policies import Policy, certified
@@ -161,7 +161,7 @@ def _measured(
             }
             kept = Checkpoint(folder / f"certificate-{number}.npz", fingerprint_of(about))
             try:
-                found[app] = measured(opened.model, prompts, comparison, kept, bar.update)
+                found[app] = measured(opened.model, Prompts(prompts), comparison, kept, bar.update)
             finally:
                 kept.save()
     return found
@@ -169,11 +169,13 @@ def _measured(
 
 def _together(some: Sequence[Answers]) -> Answers:
     """Return the answers of several apps together."""
-    arrays = {
-        key: np.concatenate([getattr(one, key) for one in some])
-        for key in ("n_prompt", "leads", "margins")
-    }
-    return Answers(some[0].levels, some[0].n_answer, **arrays)
+    return Answers(
+        some[0].levels,
+        some[0].n_answer,
+        np.concatenate([one.n_prompt for one in some]),
+        np.concatenate([one.leads for one in some]),
+        np.concatenate([one.margins for one in some]),
+    )
 
 
 def _prompts(text: Tokens, n: int) -> list[Tokens]:

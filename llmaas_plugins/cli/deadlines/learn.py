@@ -155,7 +155,7 @@ def _opened(args: argparse.Namespace) -> Iterator[_Opened]:
 
 def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]:
     """Return the answers, and the path at which they were kept."""
-    from llmaas_plugins.deadlines.answering import Comparison
+    from llmaas_plugins.deadlines.answering import Comparison, Prompts
     from llmaas_plugins.deadlines.answers import answers_path
     from llmaas_plugins.deadlines.learning import measured
     from llmaas_plugins.elastic import level
@@ -168,7 +168,8 @@ def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]
     prompts = prompts_of(args, opened.model, args.requests or _N_REQUESTS)
     check_prompts(prompts, args.answer_tokens, trained_context(args.model))
     comparison = Comparison(args.answer_tokens, opened.levels, level)
-    prompts = prompts[: _announced(args, opened, prompts, comparison)]
+    comparison, n = _announced(args, opened, prompts, comparison)
+    prompts = prompts[:n]
     about = {
         "levels": opened.levels_id,
         "answer": args.answer_tokens,
@@ -178,18 +179,18 @@ def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]
         Checkpoint(checkpoint_path(path), fingerprint_of(about)) as kept,
         progress_bar("comparing", "prompt", len(prompts)) as bar,
     ):
-        answers = measured(opened.model.model, prompts, comparison, kept, bar.update)
+        answers = measured(opened.model.model, Prompts(prompts), comparison, kept, bar.update)
         answers.save(path, opened.levels_id)
     return answers, path
 
 
 def _announced(
     args: argparse.Namespace, opened: _Opened, prompts: list[Any], comparison: Comparison
-) -> int:
-    """Say how long the prompts will take; return how many to use."""
-    from llmaas_plugins.deadlines.learning import estimated_s
+) -> tuple[Comparison, int]:
+    """Say how long the prompts will take; return what to compare, and how many prompts to use."""
+    from llmaas_plugins.deadlines.learning import affordable
 
-    each_s = estimated_s(opened.model.model, prompts, comparison)
+    comparison, each_s = affordable(opened.model.model, prompts, comparison, _MOST_S)
     n = len(prompts)
     if args.requests is None and n * each_s > _MOST_S:
         n = min(n, max(int(_MOST_S / each_s), _LEAST_REQUESTS))
@@ -198,7 +199,7 @@ def _announced(
         f"comparing answers to {counted(n, 'prompt')} takes about {duration_text(n * each_s)}",
         file=sys.stderr,
     )
-    return n
+    return comparison, n
 
 
 # -- report --------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ import os
 
 import numpy as np
 import pytest
-from answered import LEVELS, N_ANSWER, answers
+from answered import COARSE, LEVELS, N_ANSWER, SHARES, answers, with_shorter
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.deadlines import answers as module
-from llmaas_plugins.deadlines.answers import Answers, answers_path
+from llmaas_plugins.deadlines.answers import Answers, Shorter, answers_path
 from llmaas_plugins.deadlines.config import Risk
 from llmaas_plugins.deadlines.learned import Learned, Lessons
 from llmaas_plugins.deadlines.policies import WHOLE
@@ -41,6 +41,57 @@ def test_what_is_saved_is_read():
     assert Answers.load(answers_path(ID, "mail"), ID) is None
 
 
+def test_answers_to_shorter_prompts_are_kept_beside():
+    found = with_shorter(answers(50))
+    read = Answers.load(save(found), ID)
+    assert read.shorter[:2] == (SHARES, COARSE)
+    np.testing.assert_array_equal(read.shorter.leads, found.shorter.leads)
+    np.testing.assert_array_equal(read.leads, found.leads)
+    rows = np.array([3, 1])
+    np.testing.assert_array_equal(read.some(rows).shorter.leads, found.shorter.leads[rows])
+
+
+def test_files_of_the_first_version_have_whole_prompts_only():
+    found = answers(50)
+    path, arrays = save(found), {"n_prompt": found.n_prompt, "leads": found.leads}
+    about = {"format": "llmaas-outcomes", "version": 1, "levels_id": ID}
+    about |= {"levels": list(LEVELS), "n_answer": N_ANSWER}
+    write_arrays(path, about, arrays | {"margins": found.margins})
+    read = Answers.load(path, ID)
+    assert read.shorter is None
+    np.testing.assert_array_equal(read.leads, found.leads)
+    write_arrays(path, about | {"version": 3}, arrays | {"margins": found.margins})
+    with pytest.raises(StoreError, match="another version"):
+        Answers.load(path, ID)
+
+
+LEADS = np.zeros((50, 2, 3, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Shorter((0.5, 0.7), COARSE, LEADS),
+        Shorter((1.0, 0.7), COARSE, LEADS),
+        Shorter((0.7, 0.0), COARSE, LEADS),
+        Shorter(("a", "b"), COARSE, LEADS),
+        Shorter((), COARSE, LEADS[:, :0]),
+        Shorter(tuple(0.9 - i / 20 for i in range(9)), COARSE, np.zeros((50, 9, 3, 3), np.uint8)),
+        Shorter(SHARES, (1.0, 0.7, 0.4), LEADS),
+        Shorter(SHARES, (1.0, 0.8, 0.6), LEADS),
+        Shorter(SHARES, (0.4, 0.6, 1.0), LEADS),
+        Shorter(SHARES, (), LEADS[..., :0]),
+        Shorter(SHARES, COARSE, LEADS[:49]),
+        Shorter(SHARES, COARSE, LEADS.astype(np.int32)),
+        Shorter(SHARES, COARSE, LEADS + np.uint8(N_ANSWER + 1)),
+    ],
+)
+def test_impossible_answers_to_shorter_prompts_are_refused(wrong):
+    path = save(dataclasses.replace(answers(50), shorter=wrong))
+    with pytest.raises(StoreError, match=r"cannot be used: .*deadlines learn` makes a new"):
+        Answers.load(path, ID)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -66,12 +117,18 @@ def test_impossible_answers_are_refused(wrong):
 
 @pytest.mark.parametrize(
     "about",
-    [{}, {"levels": list(LEVELS)}, {"levels": 3, "n_answer": 4}, {"levels": [], "n_answer": "4"}],
+    [
+        {},
+        {"levels": list(LEVELS)},
+        {"levels": 3, "n_answer": 4},
+        {"levels": [], "n_answer": "4"},
+        {"levels": list(LEVELS), "n_answer": 4, "shares": 0.5, "levels_of_shares": [0.4]},
+    ],
 )
 def test_impossible_descriptions_are_refused(about):
     path = save(answers(50))
-    arrays = {"n_prompt": np.ones(1, np.int32)}
-    whole = {"format": "llmaas-outcomes", "version": 1, "levels_id": ID}
+    arrays = {"n_prompt": np.ones(1, np.int32), "shorter_leads": LEADS}
+    whole = {"format": "llmaas-outcomes", "version": 2, "levels_id": ID}
     for description in (about, whole | about):
         write_arrays(path, description, arrays)
         with pytest.raises(StoreError, match="cannot be used"):

@@ -40,6 +40,19 @@ def test_a_grid_falls_nowhere_and_keeps_its_mean(values):
     np.testing.assert_allclose(found.mean(), values.mean(), atol=2e-3)
 
 
+@given(arrays.arrays(np.float64, (3, 4, 2), elements=st.floats(0, 1)))
+def test_a_grid_of_three_axes_falls_along_none(values):
+    found = rising_grid(values)
+    for axis in range(3):
+        assert (np.diff(found, axis=axis) >= 0).all()
+    np.testing.assert_allclose(found.mean(), values.mean(), atol=5e-3)
+
+
+@given(arrays.arrays(np.float64, 7, elements=VALUES))
+def test_one_axis_is_a_row(values):
+    np.testing.assert_allclose(rising_grid(values), rising(values, np.ones(7)), atol=1e-9)
+
+
 def test_a_grid_that_rises_stays():
     values = np.add.outer(np.arange(3.0), np.arange(4.0))
     np.testing.assert_allclose(rising_grid(values), values)

@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 
 from llmaas_hooks import Levels, LevelTimes, Limit, Promise, RequestCost
 from llmaas_plugins.deadlines.correction import Fit
-from llmaas_plugins.deadlines.planner import (
-    Plan,
-    Question,
-    answer_phase,
-    plan,
-    resumed_phase,
-)
+from llmaas_plugins.deadlines.phases import Question
+from llmaas_plugins.deadlines.planner import Plan, answer_phase, plan, resumed_phase
 
 SURE = Fit(0.0, 1.0, 1.0)
 TENTHS = (1.0, 0.8, 0.6, 0.4)
@@ -193,7 +188,7 @@ def test_an_answer_makes_up_for_time_that_others_took(planned, passed_ms, level,
     promise = Promise(tpot=Limit.of("10 ms"), n_most=11)
     asked = question(promise)
     before = answer_phase(asked, planned)
-    found = resumed_phase(asked, before, 5, passed_ms / 1000)
+    found = resumed_phase(asked, Plan(None, before), 5, passed_ms / 1000)
     assert (found.level, found.is_feasible) == (level, is_feasible)
     assert found.limit_s == 0.01
     assert found.expected_s == pytest.approx((passed_ms / 1000 + 6 * found.level / 100) / 10)
@@ -203,4 +198,4 @@ def test_a_complete_answer_and_one_without_a_promise_keep_their_levels():
     for promise in (Promise(tpot=Limit.of("10 ms"), n_most=5), Promise(n_most=11)):
         asked = question(promise)
         before = answer_phase(asked, 1.0)
-        assert resumed_phase(asked, before, 5, 99.0) is before
+        assert resumed_phase(asked, Plan(None, before), 5, 99.0) is before

@@ -109,7 +109,7 @@ def test_the_status_says_promised_expected_and_measured():
     found = planned.status()
     assert found["requests"] == {
         "promised": 1, "met": 0, "missed": 1, "infeasible": 0, "unexpected": 1, "unplanned": 0,
-        "risk_limited": 0, "best_effort": 0,
+        "risk_limited": 0, "best_effort": 0, "shortened": 0,
     }  # fmt: skip
     assert found["last"]["mail"] == {
         "missed": ["ttft"],
@@ -140,7 +140,7 @@ def test_what_cannot_be_kept_is_flagged_even_if_it_was():
     planned.serve(0.01, promise=promise("20 ms"))
     assert planned.status()["requests"] == {
         "promised": 1, "met": 1, "missed": 0, "infeasible": 1, "unexpected": 0, "unplanned": 0,
-        "risk_limited": 0, "best_effort": 0,
+        "risk_limited": 0, "best_effort": 0, "shortened": 0,
     }  # fmt: skip
     assert planned.status()["last"][""]["infeasible"] == ["ttft"]
 

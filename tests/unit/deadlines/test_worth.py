@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from answered import LEVELS, N_ANSWER, answers
+from answered import COARSE, LEVELS, N_ANSWER, SHARES, answers, with_shorter
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmaas_hooks import LevelTimes, Limit, Promise, RequestCost
-from llmaas_plugins.deadlines.planner import Question, plan
+from llmaas_plugins.deadlines.phases import Question
+from llmaas_plugins.deadlines.planner import plan
 from llmaas_plugins.deadlines.worth import Margins, Worth
 
 TIMES = tuple(
@@ -19,13 +20,36 @@ TIMES = tuple(
 
 def test_worth_rises_with_both_levels_and_is_near_the_truth():
     worth = Worth.of(answers(5000), N_ANSWER)
-    assert (np.diff(worth.shares, axis=1) <= 1e-9).all()
-    assert (np.diff(worth.shares, axis=2) <= 1e-9).all()
+    assert (np.diff(worth.whole, axis=1) <= 1e-9).all()
+    assert (np.diff(worth.whole, axis=2) <= 1e-9).all()
     assert worth.at(1.0, 1.0, 50) == 1
     # the risk of an answer is its mean over margins
     for prefill, decode, expected in ((1.0, 0.6, 0.96), (0.6, 1.0, 0.96), (0.4, 0.4, 0.88)):
         assert abs(worth.at(prefill, decode, 50) - expected) < 0.03
     assert worth.at(0.9, 1.0, 50) is None
+
+
+def test_worth_rises_with_the_share_of_a_prompt_too():
+    found = answers(5000)
+    worth = Worth.of(with_shorter(found), N_ANSWER)
+    np.testing.assert_array_equal(worth.whole, Worth.of(found, N_ANSWER).whole)
+    for prefill in LEVELS:
+        for decode in LEVELS:
+            shares = [worth.at(prefill, decode, 50, one) for one in (1.0, *SHARES)]
+            assert shares == sorted(shares, reverse=True)
+    assert (np.diff(worth.shorter, axis=2) <= 1e-9).all()
+    assert (np.diff(worth.shorter, axis=3) <= 1e-9).all()
+    for share, kept in zip(SHARES, (0.9, 0.8), strict=True):
+        for level in COARSE:
+            expected = kept * worth.at(level, 1.0, 50)
+            assert abs(worth.at(level, 1.0, 50, share) - expected) < 0.03
+
+
+def test_no_part_of_a_prompt_is_worth_more_than_the_whole():
+    found = with_shorter(answers(300))
+    found.shorter.leads[:] = N_ANSWER  # by chance, or since it says less about something else
+    worth = Worth.of(found, N_ANSWER)
+    assert worth.at(0.6, 0.6, 50, 0.5) == worth.at(0.6, 0.6, 50) < 1
 
 
 def test_prompts_of_other_lengths_have_another_worth():
@@ -38,7 +62,7 @@ def test_prompts_of_other_lengths_have_another_worth():
 
 def test_one_request_is_enough_for_a_table():
     worth = Worth.of(answers(1), N_ANSWER)
-    assert worth.shares.shape == (1, len(LEVELS), len(LEVELS))
+    assert worth.whole.shape == (1, len(LEVELS), len(LEVELS))
 
 
 def test_risk_falls_with_the_margin_and_rises_with_narrower_levels():

@@ -16,6 +16,7 @@ from llmaas_hooks import (
     PluginError,
     Promise,
     RequestCost,
+    ShorterPrompt,
     hookimpl,
     request_scope,
 )
@@ -192,10 +193,12 @@ def test_a_planners_jobs_stay_its_own_after_it_has_asked():
     assert list(asking.hooks.errors()["asking"]) == ["llmaas_level (deferred)"]
 
 
-def test_a_request_that_reuses_no_cells_has_none_ready():
+def test_a_request_that_reuses_no_cells_has_none_ready_and_reads_its_whole_prompt():
     one = request()
     one.engine.tokens = one.tokens[:2].tolist()
-    hooks = manager(cells=Answering(RequestCost(2, 0.25, LEVELS)))
+    shorter = (ShorterPrompt(0.5, 1, 0.1),)
+    hooks = manager(cells=Answering(RequestCost(2, 0.25, LEVELS, shorter=shorter)))
+    assert hooks.cost(one).shorter == shorter
     assert hooks.cost(one, reuses=False) == RequestCost(levels=LEVELS)
 
 
