@@ -1,16 +1,22 @@
-"""``llmaas deadlines learn``: how often narrow levels give the whole model's answers."""
+"""``llmaas deadlines learn``: how often narrow levels, and parts of prompts, answer as well."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.deadlines.prompts import check_prompts, prompts_of
+from llmaas_plugins.cli.deadlines.shares import (
+    Contexts,
+    add_share_options,
+    check_shares,
+    parts_of,
+)
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action, trained_context
 from llmaas_plugins.cli.options import at_least
@@ -43,7 +49,8 @@ def add_learn(actions: Any) -> None:
         learn,
         "measure how often narrow levels give the whole model's answers",
         "Compare the answers of all pairs of prefill and decode levels of a prepared model with "
-        "the whole model's, and keep the results. Stop it at any time: the same command goes on.",
+        "the whole model's, and keep the results. With --shares, answers to parts of the prompts "
+        "are compared, too. Stop it at any time: the same command goes on.",
         is_prepared=True,
     )
     add = parser.add_argument
@@ -82,6 +89,7 @@ def add_learn(actions: Any) -> None:
         metavar="N",
         help="tokens of an answer to compare (default %(default)s)",
     )
+    add_share_options(add)
     add("--json", action="store_true", help="print JSON")
 
 
@@ -106,11 +114,13 @@ class _Opened(NamedTuple):
         model: The model.
         levels: Levels, widest first.
         levels_id: Name of what the levels compute.
+        contexts: The engine's contexts.
     """
 
     model: Any
     levels: tuple[float, ...]
     levels_id: str
+    contexts: Contexts
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -124,6 +134,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.requests is not None and args.requests > MOST_REQUESTS:
         raise ConfigError(f"--requests is {args.requests:,}, expected at most {MOST_REQUESTS:,}.")
+    check_shares(args)
 
 
 @contextlib.contextmanager
@@ -144,13 +155,14 @@ def _opened(args: argparse.Namespace) -> Iterator[_Opened]:
             f"{args.model} has no levels; `llmaas elastic prepare {args.model}` writes a file that "
             "has."
         )
-    digest = file_digest(args.model)
+    digest, contexts = file_digest(args.model), Contexts()
+    config = {"on_error": "raise", "plugins": {"elastic": {"table": args.table}}}
     with (
-        activate({"on_error": "raise", "plugins": {"elastic": {"table": args.table}}}) as suite,
+        activate(config, {"contexts": contexts}) as suite,
         loaded(args.model) as opened,
     ):
         (model,) = suite.plugin("elastic").llmaas_status()["models"].values()
-        yield _Opened(opened, tuple(model["levels"]), levels_id(digest, model["key"]))
+        yield _Opened(opened, tuple(model["levels"]), levels_id(digest, model["key"]), contexts)
 
 
 def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]:
@@ -167,19 +179,23 @@ def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     prompts = prompts_of(args, opened.model, args.requests or _N_REQUESTS)
     check_prompts(prompts, args.answer_tokens, trained_context(args.model))
-    comparison = Comparison(args.answer_tokens, opened.levels, level)
+    comparison = Comparison(
+        args.answer_tokens, opened.levels, level, args.shares, opened.levels if args.shares else ()
+    )
     comparison, n = _announced(args, opened, prompts, comparison)
     prompts = prompts[:n]
+    shorter = parts_of(args, opened.contexts, prompts)
     about = {
         "levels": opened.levels_id,
         "answer": args.answer_tokens,
-        "prompts": [prompt.tolist() for prompt in prompts],
+        "prompts": [[prompt.tolist() for prompt in some] for some in (prompts, *shorter)],
     }
     with (
         Checkpoint(checkpoint_path(path), fingerprint_of(about)) as kept,
         progress_bar("comparing", "prompt", len(prompts)) as bar,
     ):
-        answers = measured(opened.model.model, Prompts(prompts), comparison, kept, bar.update)
+        given = Prompts(prompts, shorter)
+        answers = measured(opened.model.model, given, comparison, kept, bar.update)
         answers.save(path, opened.levels_id)
     return answers, path
 
@@ -199,6 +215,9 @@ def _announced(
         f"comparing answers to {counted(n, 'prompt')} takes about {duration_text(n * each_s)}",
         file=sys.stderr,
     )
+    if len(comparison.levels_of_shares) < len(args.shares and opened.levels):
+        some = ", ".join(map(str, comparison.levels_of_shares))
+        print(f"parts of prompts are read at the levels {some} only, to save time", file=sys.stderr)
     return comparison, n
 
 
@@ -206,29 +225,46 @@ def _announced(
 
 
 def _report(answers: Answers, path: Path) -> dict[str, Any]:
-    agree = {
-        str(n): (~answers.differ(n)).mean(axis=0).round(4).tolist()
-        for n in range(1, answers.n_answer + 1)
-    }
-    return {
+    report = {
         "path": str(path),
         "requests": len(answers),
         "prompt_tokens": int(answers.n_prompt.sum()),
         "answer_tokens": answers.n_answer,
         "levels": list(answers.levels),
-        "agreement": agree,
+        "agreement": _agreement(answers, answers.leads),
     }
+    if (shorter := answers.shorter) is None:
+        return report
+    agreement = {
+        str(share): _agreement(answers, shorter.leads[:, i])
+        for i, share in enumerate(shorter.shares)
+    }
+    return report | {"shorter": {"levels": list(shorter.levels), "agreement": agreement}}
+
+
+def _agreement(answers: Answers, leads: Any) -> dict[str, Any]:
+    """Return the shares of equal answers by the number of tokens that count."""
+    numbers = range(1, answers.n_answer + 1)
+    return {str(n): (leads >= n).mean(axis=0).round(4).tolist() for n in numbers}
 
 
 def _text(args: argparse.Namespace, answers: Answers) -> Iterator[str]:
-    agree = 100 * (~answers.differ(answers.n_answer)).mean(axis=0)
     app = "" if args.app is None else f" of the app {one_line(args.app)}"
     n = counted(len(answers), "answer")
     yield (
         f"{printable(args.model.name)}: share of {n}{app} whose first "
         f"{counted(answers.n_answer, 'token')} equal the whole model's, in %"
     )
+    yield from _grid(answers.levels, answers.leads >= answers.n_answer)
+    if (shorter := answers.shorter) is not None:
+        for i, share in enumerate(shorter.shares):
+            yield f"if {100 * share:g} % of each prompt is read:"
+            yield from _grid(shorter.levels, shorter.leads[:, i] >= answers.n_answer)
+
+
+def _grid(levels: Sequence[float], equal: Any) -> Iterator[str]:
+    """Yield the lines of a table by prefill and decode level."""
     yield "prompt   answer at"
-    yield "level    " + " ".join(f"{level:5.1f}" for level in answers.levels)
-    for level, row in zip(answers.levels, agree, strict=True):
+    yield "level    " + " ".join(f"{level:5.1f}" for level in levels)
+    for level, row in zip(levels, 100 * equal.mean(axis=0), strict=True):
         yield f"{level:5.1f}    " + " ".join(f"{share:5.1f}" for share in row)

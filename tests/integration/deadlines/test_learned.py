@@ -15,15 +15,31 @@ from switching import PROMPT, ask
 
 from llmaas_hooks import request_scope, serving_context
 from llmaas_plugins import activate, deadlines, elastic
+from llmaas_plugins.cli.deadlines.shares import shortened_prompts
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.deadlines import answering, answers
 from llmaas_plugins.deadlines.answers import Answers
 from llmaas_plugins.elastic import latency
 from llmaas_plugins.elastic.checkpoint import Checkpoint
+from llmaas_plugins.short_prompts.scorers.positions import Last
 
 LEVELS = (1.0, 0.6, 0.2)
 N_ANSWER = 3
 CHATS = [f"Question {i}: how many apples are {i} and {i + 1}? Answer:" for i in range(24)]
+
+ENDS = (
+    "In the end they lived in a small",
+    "At night it looked at the moon and the",
+    "The animal was not able",
+    "When the rain was over it said thank",
+)
+STORIES = [
+    f"Once upon a time there was a {animal} who lived beside the river and liked to sleep.\n\n"
+    f"Every day the sun was warm and the wind was soft, so nobody wanted to work.\n\n{end}"
+    for animal in ("cat", "dog", "bird", "fish", "frog")
+    for end in ENDS
+]
+"""Prompts with words to leave out, and with answers that are no close calls."""
 
 
 @pytest.fixture
@@ -89,6 +105,33 @@ def test_what_is_learned_equals_real_answers(learn, model, capsys):
     assert (found.margins > 0).all()
 
 
+def test_answers_to_parts_of_prompts_equal_real_ones(learn, model, prompts, capsys):
+    prompts.write_text("\n".join(json.dumps({"prompt": one}) for one in STORIES))
+    assert learn("--shares", "0.5,0.75", "--scorer", "last", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    found = Answers.load(Path(report["path"]), Path(report["path"]).stem)
+    assert found.shorter.shares == (0.75, 0.5)
+    assert found.shorter.levels == LEVELS
+    settings = (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 0, 1), (1, 2, 2)
+    shares = np.zeros(len(settings))
+    with served(model) as (_, llama):
+        tokens = [np.array(llama.tokenize(one.encode(), True, True)) for one in STORIES]
+        parts = shortened_prompts(llama, tokens, (0.75, 0.5), Last())
+        for whole, *some in zip(tokens, *parts, strict=True):
+            assert len(whole) > len(some[0]) > len(some[1])
+            llama.reset()
+            expected = ask(llama, whole.tolist(), N_ANSWER)[0]
+            for i, (share, prefill, decode) in enumerate(settings):
+                llama.reset()
+                with elastic.level(prefill=LEVELS[prefill], decode=LEVELS[decode]):
+                    shares[i] += ask(llama, some[share].tolist(), N_ANSWER)[0] == expected
+    agreement = report["shorter"]["agreement"]
+    learned = np.array([agreement[share][str(N_ANSWER)] for share in ("0.75", "0.5")])
+    learned = np.array([learned[place] for place in settings])
+    assert np.abs(shares / len(STORIES) - learned).max() <= 1 / len(STORIES) + 1e-3
+    assert learned[0] > 0.5 > learned[-1]
+
+
 def test_a_request_is_served_with_what_was_learned(learn, model, prompts):
     assert learn() == 0
     with served(model, ttft="60 %") as (_, llama), request_scope.noting() as notes:
@@ -131,7 +174,8 @@ def test_planning_goes_on_without_a_damaged_file(learn, model, what, capsys, cap
     assert caplog.text.count("`llmaas deadlines learn` makes a new one") == 1
 
 
-def test_a_stopped_run_goes_on(learn, monkeypatch, capsys):
+@pytest.mark.parametrize("options", [(), ("--shares", "0.5", "--scorer", "first")])
+def test_a_stopped_run_goes_on(learn, options, monkeypatch, capsys):
     evaluated = []
 
     def counted(*args, **options):
@@ -142,15 +186,27 @@ def test_a_stopped_run_goes_on(learn, monkeypatch, capsys):
 
     real = answering.answers_to
     monkeypatch.setattr("llmaas_plugins.deadlines.learning.answers_to", counted)
-    assert learn() == 130
+    assert learn(*options) == 130
     assert "progress was kept; the same command goes on" in capsys.readouterr().err
-    assert learn("--json") == 0
+    assert learn("--json", *options) == 0
     report = json.loads(capsys.readouterr().out)
     assert len(evaluated) == 3  # 24 prompts are two groups
-    resumed = report["agreement"]
+    resumed = report["agreement"], report.get("shorter")
     monkeypatch.setattr(Checkpoint, "get", lambda *_: None)
-    assert learn("--json") == 0
-    assert json.loads(capsys.readouterr().out)["agreement"] == resumed
+    assert learn("--json", *options) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["agreement"], report.get("shorter")) == resumed
+
+
+def test_shares_are_read_at_fewer_levels_if_time_is_short(learn, monkeypatch, capsys):
+    monkeypatch.setattr("llmaas_plugins.cli.deadlines.learn._MOST_S", 0.0)
+    assert learn("--shares", "0.5", "--scorer", "random") == 0
+    text = capsys.readouterr()
+    assert "parts of prompts are read at the levels 1.0, 0.2 only" in text.err
+    _, _, table = text.out.partition("if 50 % of each prompt is read:\n")
+    assert [line.split()[0] for line in table.splitlines()[2:4]] == ["1.0", "0.2"]
+    path = Path(table.splitlines()[-1].removeprefix("kept in "))
+    assert Answers.load(path, path.stem).shorter.levels == (1.0, 0.2)
 
 
 def test_text_is_cut_into_prompts(model, tmp_path, capsys):
@@ -169,11 +225,25 @@ def test_text_is_cut_into_prompts(model, tmp_path, capsys):
         (["--requests", "100001"], "expected at most 100,000"),
         (["--prompts", "missing.jsonl"], "cannot read missing.jsonl"),
         (["--table", "searched"], "no table 'searched'"),
+        (["--shares", "0.5"], "--shares needs --scorer NAME"),
+        (["--scorer", "last"], "--scorer needs --shares"),
+        (["--shares", "0.5", "--scorer", "lost"], "Did you mean 'last'?"),
+        (
+            ["--scorer", "last", "--shares", ",".join(f"0.{i}" for i in range(1, 10))],
+            "--shares has 9, expected at most 8",
+        ),
     ],
 )
 def test_wrong_options_are_refused(model, options, problem, capsys):
     assert main(["deadlines", "learn", str(model), *options]) == 2
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["1,0.5", "half", "nan", "0", "0.5,", ""])
+def test_wrong_shares_are_refused(text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["deadlines", "learn", "model.gguf", "--shares", text, "--scorer", "last"])
+    assert "expected shares above 0 and below 1, such as 0.7,0.5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
 from leveled import Recorder, write_times
 from llama_cpp import Llama
@@ -14,7 +15,7 @@ from preparing import prepare
 from served import serving
 from switching import PROMPT, ask
 
-from llmaas_hooks import request_scope, serving_context
+from llmaas_hooks import RequestCost, ShorterPrompt, hookimpl, request_scope, serving_context
 from llmaas_plugins import activate, deadlines, elastic
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.elastic import latency
@@ -39,11 +40,12 @@ def start():
     """Return a function that activates, and opens an engine."""
     with contextlib.ExitStack() as stack:
 
-        def start(model, settings=None, **plugins):
+        def start(model, settings=None, listeners=None, **plugins):
             recorder = Recorder()
             config = {"elastic": {}, "deadlines": settings or {}} | plugins
+            listeners = {"recorder": recorder} | (listeners or {})
             suite = stack.enter_context(
-                activate({"on_error": "raise", "plugins": config}, {"recorder": recorder})
+                activate({"on_error": "raise", "plugins": config}, listeners)
             )
             llama = Llama(str(model), n_ctx=256, verbose=False, n_threads=1, n_threads_batch=1)
             stack.enter_context(contextlib.closing(llama))
@@ -131,6 +133,50 @@ def test_stored_contexts_leave_time_for_a_wider_level(model, start, tmp_path):
     level, n = recorder.taken(llama)[-1]
     assert n < len(LONG) // 2
     assert level == 1.0
+
+
+class Shortener:
+    """Plugin that can leave out the middle of a prompt."""
+
+    @hookimpl
+    def llmaas_cost(self, request):
+        shorter = (ShorterPrompt(x, int(x * len(request.tokens)), 0.001) for x in (0.7, 0.4))
+        return RequestCost(shorter=tuple(shorter))
+
+    @hookimpl
+    def llmaas_shorten(self, request, share):
+        if share is None:
+            return None
+        n_read = int(share * len(request.tokens))
+        return np.concatenate([request.tokens[:1], request.tokens[1 - n_read :]])
+
+
+def test_a_prompt_is_shortened_if_no_level_keeps_the_promise(model, start):
+    suite, llama, recorder = start(model, listeners={"shortener": Shortener()})
+    n_read = int(0.7 * N)
+    for ttft, expected, n_left_out in (("25 %", (0.2, N), 0), ("15 %", (0.2, n_read), N - n_read)):
+        llama.reset()
+        with deadlines.slo(ttft=ttft), request_scope.noting() as notes:
+            answer = ask(llama, PROMPT, 3)[0]
+        assert recorder.taken(llama)[0] == expected
+        assert notes["deadlines"]["prompt"]["left_out"] == n_left_out
+        assert notes["deadlines"]["infeasible"] == []
+    assert status(suite)["requests"]["shortened"] == 1
+    llama.reset()
+    with elastic.level(prefill=0.2):
+        assert ask(llama, [PROMPT[0], *PROMPT[1 - n_read :]], 3)[0] == answer
+
+
+def test_a_prompt_that_the_app_reads_stays_whole_and_is_judged_as_whole(model, start):
+    """The host shortens no prompt whose positions the app counts on."""
+    suite, llama, recorder = start(model, {"ttft": "15 %"}, listeners={"shortener": Shortener()})
+    answer = llama.generate(PROMPT, temp=0.0, stopping_criteria=lambda *_: False)
+    next(answer)
+    answer.close()
+    assert recorder.taken(llama)[0] == (0.2, N)
+    found = status(suite)
+    assert found["last"][""]["prompt"] == {"share": 1.0, "left_out": 0, "choosing_ms": 0.0}
+    assert found["requests"] | {"infeasible": 1, "shortened": 0} == found["requests"]
 
 
 def test_apps_have_limits_of_their_own(model, start):
