@@ -221,7 +221,8 @@ def llmaas_shorten(request: Request, share: float | None) -> Tokens | None:
     Thread: the app's. Cost: once a request, and its first token waits for it. The plugin may
         evaluate tokens on the engine, whose cells it then drops.
     Returns: the tokens to read, shape ``(n,)`` int32, fewer than the prompt has; None for all. The
-        first plugin that returns tokens decides. Later hooks get a request with these tokens, of which ``whole`` is this one.
+        first plugin that returns tokens decides. Later hooks get a request with these tokens, of
+        which ``whole`` is this one.
     Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
     """
 

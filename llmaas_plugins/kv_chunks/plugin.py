@@ -76,13 +76,11 @@ class KVChunks:
         """Keep the settings; the store is opened with the first context that can be served."""
         self._config = config
         self._lock = forks.lock()
-        self._transfers: weakref.WeakKeyDictionary[Engine, Transfer | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._transfers: weakref.WeakKeyDictionary[Engine, Transfer | None]
+        self._transfers = weakref.WeakKeyDictionary()
         self._engines_waited: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._transfers_by_ctx: weakref.WeakValueDictionary[int, Transfer] = (
-            weakref.WeakValueDictionary()
-        )
+        self._transfers_by_ctx: weakref.WeakValueDictionary[int, Transfer]
+        self._transfers_by_ctx = weakref.WeakValueDictionary()
         self._records = ContextRecords()
         self._natives: dict[int, NativeContext] = {}
         self._counters = PluginCounters()

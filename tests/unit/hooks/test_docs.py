@@ -68,7 +68,7 @@ LITERALS = {"Activation", "States"}
 
 def fields(kind):
     """Return the names of the fields of a dataclass or named tuple; none for other types."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
     return list(getattr(kind, "_fields", ()))
 
