@@ -33,7 +33,7 @@ quick: export PYTHONDONTWRITEBYTECODE =
 quick: setup $(VENV)/.clients
 	$(QUIET) $(BIN)/pytest -m "not slow" -n auto --dist worksteal $(QUICK)
 
-# Run the tests of code that needs torch. The first run installs it.
+# Run the tests of code that needs torch, or the pretrained encoder. The first run installs both.
 test-train: export PYTHONDONTWRITEBYTECODE =
 test-train: setup $(VENV)/.train
 	$(QUIET) $(BIN)/pytest tests/train -n auto --dist worksteal --durations=10
@@ -125,8 +125,9 @@ $(VENV)/.docs: requirements-docs.txt $(VENV)/.requirements
 	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt -r requirements-docs.txt
 	touch $@
 
-$(VENV)/.train: requirements-train.txt $(VENV)/.requirements
+$(VENV)/.train: requirements-train.txt requirements-prompts.txt $(VENV)/.requirements
 	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt -r requirements-train.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements-prompts.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml CMakeLists.txt $(NATIVE)

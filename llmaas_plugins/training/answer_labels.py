@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -23,11 +24,11 @@ from llmaas_plugins.elastic.torch_model import Decoder
 from llmaas_plugins.short_prompts.encoder.labels import largest, words_of
 from llmaas_plugins.training.word_labels import Labeled
 
-__all__ = ["AT_ONCE", "N_ANSWER", "N_PROMPT", "Part", "labeled", "parts_of", "saliencies"]
+__all__ = ["N_ANSWER", "N_PROMPT", "Part", "labeled", "parts_of", "saliencies", "seconds"]
 
 N_PROMPT, N_ANSWER = 192, 16
 """Tokens of a prompt, and of the answer to it."""
-AT_ONCE = 4
+_AT_ONCE = 4
 """Prompts whose layers are computed together."""
 _LEAST_WORDS, _MOST_PIECE = 8, 1024
 
@@ -100,8 +101,8 @@ def labeled(  # noqa: PLR0913 -- what is read, by whom, how, and where it is kep
         kept: Place of the weights that are complete.
         progress: Function that is told of each number of parts that are done.
     """
-    for start in range(0, len(parts), AT_ONCE):
-        some = parts[start : start + AT_ONCE]
+    for start in range(0, len(parts), _AT_ONCE):
+        some = parts[start : start + _AT_ONCE]
         weights = kept.get(f"weights {start}")
         n = max(len(part.tokens) for part in some)
         if weights is None or weights.shape != (len(some), n):
@@ -115,6 +116,16 @@ def labeled(  # noqa: PLR0913 -- what is read, by whom, how, and where it is kep
             np.add.at(own, part.places, row[: len(part.tokens)])
             yield Labeled(part.words, largest(np.abs(own[:-1]), share))
         progress(len(some))
+
+
+def seconds(parts: Sequence[Part], llama: Any, decoder: Decoder) -> float:
+    """Return about how many seconds a part takes: the second one of two that are alike."""
+    times = list[float]()
+    for part in (parts[0], parts[0]):
+        started = time.monotonic()
+        saliencies(decoder, part.tokens, _answer(llama, part.tokens))
+        times.append(time.monotonic() - started)
+    return times[1]
 
 
 def saliencies(

@@ -14,7 +14,9 @@ torch = pytest.importorskip("torch", reason="make test-train installs it")
 answer_labels = pytest.importorskip("llmaas_plugins.training.answer_labels")
 torch_model = pytest.importorskip("llmaas_plugins.elastic.torch_model")
 
-SENTENCE = " The red bus to York leaves at 9:15 from platform two, and Zo\u00eb waits.\n\nIt costs \u00a35."
+SENTENCE = (
+    " The red bus to York leaves at 9:15 from platform two. Zo\u00eb waits.\n\nIt is \u00a35."
+)
 TEXT = SENTENCE * 8
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_learn"]
 
-_EPOCHS, _N_TEXTS, _SHARE = 2.0, 2_000, 0.5
+_EPOCHS, _N_TEXTS, _LEAST_TEXTS, _SHARE = 2.0, 2_000, 128, 0.5
+_MOST_S = 1200.0
+"""Longest time to explain answers for which the default number of prompts is kept."""
 _THEN = "progress was kept; the same command goes on"
 
 
@@ -45,6 +46,38 @@ def add_learn(actions: Any) -> None:
         "time: the same command goes on.",
     )
     parser.set_defaults(func=learn)
+    _add_sources(parser)
+    _add_recipe(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def learn(args: argparse.Namespace) -> int:
+    """Train an encoder, print how well it finds held-out words, and keep it."""
+    _check(args)
+    require_torch("learning which words to keep")
+    from llmaas_plugins.files.file_bytes import as_store_error
+    from llmaas_plugins.model.digest import file_digest
+    from llmaas_plugins.short_prompts.encoder.body import body_folder, read_body
+    from llmaas_plugins.short_prompts.encoder.model_file import GENERAL, encoder_path
+    from llmaas_plugins.training.word_labels import examples_of
+
+    body = read_body(body_folder())
+    path = encoder_path(GENERAL if args.model is None else file_digest(args.model))
+    with as_store_error(f"cannot write {path}"):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with stoppable(_THEN), _labeled(args, path) as texts:
+        examples = examples_of(texts, body)
+        bert = _trained(args, body, examples, path)
+        report = _report(args, bert, body, examples, path)
+    print_report(args, report, _lines(report))
+    return 0
+
+
+# -- internals -----------------------------------------------------------------------------------
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what to learn from."""
     add = parser.add_argument
     add("model", type=Path, nargs="?", metavar="MODEL.gguf", help="model whose answers to explain")
     source = parser.add_mutually_exclusive_group()
@@ -66,10 +99,15 @@ def add_learn(actions: Any) -> None:
     add(
         "--texts",
         type=at_least(2),
-        default=_N_TEXTS,
         metavar="N",
-        help="most texts or prompts to use (default %(default)s)",
+        help=f"most texts or prompts to use (default {_N_TEXTS:,}, or fewer prompts if their "
+        f"answers would take more than {duration_text(_MOST_S)}, but at least {_LEAST_TEXTS})",
     )
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how to learn."""
+    add = parser.add_argument
     add(
         "--share",
         type=finite,
@@ -84,33 +122,6 @@ def add_learn(actions: Any) -> None:
         help="how often each text is read (default %(default)s)",
     )
     add("--linear", action="store_true", help="train only the last linear layer, which is faster")
-    add("--json", action="store_true", help="print JSON")
-
-
-def learn(args: argparse.Namespace) -> int:
-    """Train an encoder, print how well it finds held-out words, and keep it."""
-    _check(args)
-    require_torch("learning which words to keep")
-    from llmaas_plugins.files.file_bytes import as_store_error
-    from llmaas_plugins.model.digest import file_digest
-    from llmaas_plugins.short_prompts.encoder.body import body_folder, read_body
-    from llmaas_plugins.short_prompts.encoder.model_file import GENERAL, EncoderFile, encoder_path
-    from llmaas_plugins.training.word_labels import examples_of
-
-    body = read_body(body_folder())
-    path = encoder_path(GENERAL if args.model is None else file_digest(args.model))
-    with as_store_error(f"cannot write {path}"):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with stoppable(_THEN), _labeled(args, path) as texts:
-        examples = examples_of(texts, body)
-        bert = _trained(args, body, examples, path)
-        EncoderFile.write(path, body, bert.trained_weights(), bert.head())
-        report = _report(args, bert, body, examples, path)
-    print_report(args, report, _lines(report))
-    return 0
-
-
-# -- internals -----------------------------------------------------------------------------------
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -131,7 +142,7 @@ def _check(args: argparse.Namespace) -> None:
 def _labeled(args: argparse.Namespace, path: Path) -> Iterator[list[Labeled]]:
     """Yield texts with labeled words; keep the labels until the block ends without an error."""
     if args.summaries is not None:
-        yield summarized(args.summaries, args.texts)
+        yield summarized(args.summaries, args.texts or _N_TEXTS)
         return
     from llama_cpp import Llama
 
@@ -143,7 +154,7 @@ def _labeled(args: argparse.Namespace, path: Path) -> Iterator[list[Labeled]]:
     with load_errors(args.model):
         llama = Llama(str(args.model), n_ctx=N_PROMPT + N_ANSWER, verbose=False)
     with contextlib.closing(llama):
-        parts = parts_of(texts, llama, args.texts)
+        parts = parts_of(texts, llama, args.texts or _N_TEXTS)
         about = {"model": path.name, "prompts": [part.tokens.tolist() for part in parts]}
         with Checkpoint(checkpoint_path(path), fingerprint_of(about)) as kept:
             yield _by_answers(args, parts, llama, kept)
@@ -151,25 +162,33 @@ def _labeled(args: argparse.Namespace, path: Path) -> Iterator[list[Labeled]]:
 
 def _by_answers(args: argparse.Namespace, parts: Any, llama: Any, kept: Any) -> list[Labeled]:
     """Label the words of prompts by what the model's answers depend on; say how long it takes."""
-    from llmaas_plugins.training.answer_labels import AT_ONCE, labeled
+    from llmaas_plugins.training.answer_labels import labeled
     from llmaas_plugins.training.costs import weights_bytes
     from llmaas_plugins.training.device import free_bytes, learning_device
     from llmaas_plugins.training.student import Teacher
 
     is_kept = 2 * weights_bytes(args.model) <= free_bytes(learning_device())
     teacher = Teacher(args.model, is_kept=is_kept)
-    found, started = list[Any](), time.monotonic()
+    parts = parts[: _announced(args, parts, llama, teacher)]
     with progress_bar("explaining", "prompt", len(parts)) as bar:
-        for one in labeled(parts, llama, teacher, args.share, kept=kept, progress=bar.update):
-            if not found:  # the first ones are done
-                whole_s = (time.monotonic() - started) * len(parts) / AT_ONCE
-                _say_time("explaining answers to", counted(len(parts), "prompt"), whole_s)
-            found.append(one)
-    return found
+        return list(labeled(parts, llama, teacher, args.share, kept=kept, progress=bar.update))
+
+
+def _announced(args: argparse.Namespace, parts: Any, llama: Any, teacher: Any) -> int:
+    """Say how long the prompts will take; return how many to use."""
+    from llmaas_plugins.training.answer_labels import seconds
+
+    n, each_s = len(parts), seconds(parts, llama, teacher)
+    if args.texts is None and n * each_s > _MOST_S:
+        n = min(n, max(int(_MOST_S / each_s), _LEAST_TEXTS))
+        n = 1 << (n.bit_length() - 1)  # the same number after a stop, though speeds vary
+    _say_time("explaining answers to", counted(n, "prompt"), n * each_s)
+    return n
 
 
 def _trained(args: argparse.Namespace, body: Body, examples: Examples, path: Path) -> Bert:
-    """Train an encoder, or finish training it; say how long it takes."""
+    """Train an encoder, or finish training it, and write its file; say how long it takes."""
+    from llmaas_plugins.short_prompts.encoder.model_file import EncoderFile
     from llmaas_plugins.training.trainer import Kept
     from llmaas_plugins.training.word_labels import Recipe, learn, run_identity, step_seconds
 
@@ -180,6 +199,7 @@ def _trained(args: argparse.Namespace, body: Body, examples: Examples, path: Pat
     _say_time("reading", counted(len(rows), "window"), n_steps * step_seconds(body, rows, recipe))
     with progress_bar("learning", "window", n_steps * recipe.n_rows) as bar:
         bert = learn(body, rows, recipe, kept=kept, progress=lambda n, _loss: bar.update(n))
+    EncoderFile.write(path, body, bert.trained_weights(), bert.head())
     kept.path.unlink(missing_ok=True)
     return bert
 
