@@ -76,7 +76,7 @@ def shorten(prompt: Prompt, scores: NDArray[np.float32], n_budget: int) -> Short
     is_kept = prompt.is_protected.copy()
     room = n_budget - int(sizes[is_kept].sum())
     free = np.flatnonzero(~is_kept)
-    order = free[np.argsort(-np.nan_to_num(scores[free], nan=-np.inf), kind="stable")]
+    order = free[np.argsort(-scores[free], kind="stable")]  # NaN comes last
     while room > 0 and len(order):
         order = order[sizes[order] <= room]
         n = int(np.searchsorted(sizes[order].cumsum(), room, side="right"))

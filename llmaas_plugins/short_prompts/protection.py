@@ -71,9 +71,9 @@ def prompt_of(tokens: Tokens, vocabulary: Vocabulary, protect: Protection = PROT
     if "code" in protect.kinds:
         _keep_code(words, layout, kept)
     if "quotes" in protect.kinds and words.any(Fact.QUOTE).any():
-        _keep(kept, layout.spans(match.span() for match in _QUOTED.finditer(layout.text)))
+        _keep(kept, layout.spans(match.span() for match in _QUOTED.finditer(words.text)))
     for pattern in protect.patterns:
-        _keep(kept, layout.spans(pattern.spans(layout.text)))
+        _keep(kept, layout.spans(pattern.spans(words.text)))
     return Prompt(words.tokens, words.starts, words.texts, kept, question.start)
 
 
@@ -84,23 +84,12 @@ def _keep(kept: NDArray[np.bool_], spans: list[tuple[int, int]]) -> None:
 
 def _keep_code(words: Words, layout: Layout, kept: NDArray[np.bool_]) -> None:
     """Keep code between marks, identifiers, addresses and paths."""
-    may_be = words.any(Fact.SYMBOL) | _has_inner(words)
+    may_be = words.any(Fact.SYMBOL | Fact.INNER)
     for at in np.flatnonzero(may_be & ~kept).tolist():
         if _CODE.search(words.texts[at]):
             kept[at] = True
     if words.any(Fact.TICK).any():
-        _keep(kept, layout.spans(match.span() for match in _FENCED.finditer(layout.text)))
-
-
-def _has_inner(words: Words) -> NDArray[np.bool_]:
-    """Return which words may have a capital letter not at first, or a point not at last."""
-    starts = words.starts
-    is_capital = words.token_facts & int(Fact.CAPITAL) != 0
-    is_capital[starts[:-1]] = False
-    is_point = words.token_facts & int(Fact.POINT) != 0
-    is_point[starts[1:] - 1] = False
-    found = is_capital | is_point
-    return np.logical_or.reduceat(found, starts[:-1]) if len(found) else found
+        _keep(kept, layout.spans(match.span() for match in _FENCED.finditer(words.text)))
 
 
 def _names(words: Words, layout: Layout) -> NDArray[np.bool_]:

@@ -6,8 +6,10 @@ import re
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmaas_plugins.short_prompts.layout import Layout
+from llmaas_plugins.short_prompts.vocabulary import Fact
 from llmaas_plugins.short_prompts.words import Words
 
 __all__ = ["Question", "find_question"]
@@ -17,9 +19,11 @@ _MOST_TOKENS = 128
 _LEAST_TOKENS = 8
 """Tokens that a question has at least; so ``Answer:`` alone is none."""
 _ASKED = "user|human|prompter|instruction|question|query|input|inst|q"
-_SAID = "assistant|ai|bot|gpt|model|response|answer|output|system|a"
+_SAID = "assistant|ai|bot|gpt|model|response|answer|output|system|(?P<a>a)"
 _LINE = re.compile(
-    rf"(?:\#{{1,4}}[ \t]*|<\|)?(?:(?P<asked>{_ASKED})|{_SAID})(?:\|>|[ \t]?:)", re.IGNORECASE
+    rf"(?:\#{{1,4}}[ \t]*|<\|)?(?:(?P<asked>{_ASKED})|{_SAID})(?:\|>|[ \t]?:)"
+    rf"|<(?:\|im_start\||start_of_turn)>(?:(?P<started>{_ASKED})|\w)",
+    re.IGNORECASE,
 )
 """Text that begins a turn at the start of a line, in templates without control tokens."""
 _INSIDE = re.compile(r"\b(?:(?P<asked>USER|HUMAN)|ASSISTANT):|(?P<inst>\[INST\])|\[/INST\]")
@@ -143,11 +147,32 @@ def _openings(words: Words, layout: Layout) -> list[_Opening]:
         _Opening(at, at, _ASKED_MARK.fullmatch(role) is not None)
         for at, role in words.roles.items()
     ]
-    lines = (layout.core(at) for at in np.flatnonzero(layout.is_line).tolist())
-    matches = [match for match in (_LINE.match(layout.text, at) for at in lines) if match]
-    if any(one in layout.text for one in _INSIDE_LINES):
-        matches += _INSIDE.finditer(layout.text)
+    lines = _lines(words, layout)
+    has_q = any(match["asked"] in ("Q", "q") for match in lines)
+    matches = [match for match in lines if has_q or match["a"] is None]  # else it is choice A
+    if any(one in words.text for one in _INSIDE_LINES):
+        matches += _INSIDE.finditer(words.text)
     spans = layout.spans(match.span() for match in matches)
     for match, (start, end) in zip(matches, spans, strict=True):
-        found.append(_Opening(start, end, any(match.groups())))
+        groups = match.groupdict()
+        groups.pop("a", None)
+        found.append(_Opening(start, end, any(groups.values())))
     return sorted(found)
+
+
+def _lines(words: Words, layout: Layout) -> list[re.Match[str]]:
+    """Return what begins turns at the starts of lines."""
+    text, offsets, texts = words.text, words.offsets, words.texts
+    found = []
+    for at in np.flatnonzero(layout.is_line & _may_open(words)).tolist():
+        match = _LINE.match(text, offsets[at + 1] - len(texts[at].lstrip()))
+        if match is not None:
+            found.append(match)
+    return found
+
+
+def _may_open(words: Words) -> NDArray[np.bool_]:
+    """Return which words have a sign that opens a turn, or have it in the next word."""
+    has = words.any(Fact.SYMBOL | Fact.POINT)
+    has[:-1] |= has[1:]
+    return has

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from enum import IntFlag
+from enum import IntFlag, auto
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,8 @@ __all__ = ["Fact", "Vocabulary", "vocabulary_of"]
 
 _BYTES = 64
 """Bytes that suffice for nearly every token."""
-_MARKS = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+_CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+_LISTED = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 _UNKNOWN = llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN | llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
 _LIKE_A_MARK = re.compile(rb"<[|\xef][^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\]")
 """Marks of chat templates that some files list among the words, ``<|user|>`` for one."""
@@ -47,8 +48,6 @@ class Fact(IntFlag):
         BLANK_START: It begins with a blank.
         BLANK_END: It ends with a blank.
         LINE: It has a line end.
-        LINE_END: There is a line end after its last other character.
-        PARAGRAPH: It has an empty line.
         MARK: It is no text but a control token, or another mark of a chat template.
         ALONE: It is a word of its own: a mark, or a token without a known text.
         INSIDE: It begins in the middle of a character.
@@ -58,32 +57,32 @@ class Fact(IntFlag):
         DIGIT: It has a digit.
         SYMBOL: It may be code, an address or a path.
         POINT: It may be so if it does not end the word.
+        INNER: It has a capital letter after another token of its word, or a point before one.
         QUOTE: It has a quotation mark.
         TICK: It has a backtick or a tilde.
         CLOSING: It has only closing marks, such as quotation marks, or blanks.
         STOP: It ends a sentence, apart from closing marks.
     """
 
-    TEXT = 1 << 0
-    BLANK_START = 1 << 1
-    BLANK_END = 1 << 2
-    LINE = 1 << 3
-    LINE_END = 1 << 4
-    PARAGRAPH = 1 << 5
-    MARK = 1 << 6
-    ALONE = 1 << 7
-    INSIDE = 1 << 8
-    UNSPACED_START = 1 << 9
-    UNSPACED_END = 1 << 10
-    LETTER = 1 << 11
-    CAPITAL = 1 << 12
-    DIGIT = 1 << 13
-    SYMBOL = 1 << 14
-    QUOTE = 1 << 15
-    TICK = 1 << 16
-    CLOSING = 1 << 17
-    STOP = 1 << 18
-    POINT = 1 << 19
+    TEXT = auto()
+    BLANK_START = auto()
+    BLANK_END = auto()
+    LINE = auto()
+    MARK = auto()
+    ALONE = auto()
+    INSIDE = auto()
+    UNSPACED_START = auto()
+    UNSPACED_END = auto()
+    LETTER = auto()
+    CAPITAL = auto()
+    DIGIT = auto()
+    SYMBOL = auto()
+    QUOTE = auto()
+    TICK = auto()
+    CLOSING = auto()
+    STOP = auto()
+    POINT = auto()
+    INNER = auto()
 
 
 class Vocabulary:
@@ -92,6 +91,7 @@ class Vocabulary:
     def __init__(self, vocab: Any) -> None:
         """Read nothing yet of a ``llama_vocab``, whose model must exist as long as this is used."""
         self._vocab = vocab
+        self._has_texts = llama_cpp.llama_vocab_type(vocab) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
         self.n_tokens = int(llama_cpp.llama_vocab_n_tokens(vocab))
         self._pieces: list[bytes] = [b""] * self.n_tokens
         self._marks: dict[int, str] = {}
@@ -130,22 +130,21 @@ class Vocabulary:
     # -- inside ---------------------------------------------------------------------------------
 
     def _learn(self, token: int) -> None:
-        attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
-        piece = self._piece(token)
-        is_listed = bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
-        is_mark = bool(attributes & _MARKS) or (
-            is_listed and _LIKE_A_MARK.fullmatch(piece) is not None
-        )
-        if attributes & _UNKNOWN:
-            facts = Fact.TEXT | Fact.ALONE
-        elif is_mark:
-            self._marks[token] = piece.decode(errors="replace")
-            facts = Fact.MARK | Fact.ALONE
-        else:
-            facts = _facts(piece)
-            self._pieces[token], self._lengths[token] = piece, len(piece)
+        facts = self._read(token) if self._has_texts else Fact.TEXT | Fact.ALONE
         self._facts[token] = int(facts)
         self._is_known[token] = True  # last: another thread may be reading
+
+    def _read(self, token: int) -> Fact:
+        """Read a token's text, and return the facts about it."""
+        attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+        if attributes & _UNKNOWN:
+            return Fact.TEXT | Fact.ALONE
+        piece = self._piece(token)
+        if attributes & _CONTROL or (attributes & _LISTED and _LIKE_A_MARK.fullmatch(piece)):
+            self._marks[token] = piece.decode(errors="replace")
+            return Fact.MARK | Fact.ALONE
+        self._pieces[token], self._lengths[token] = piece, len(piece)
+        return _facts(piece)
 
     def _piece(self, token: int) -> bytes:
         """Return a token's bytes, those of control tokens as they are written."""
@@ -181,7 +180,7 @@ def _facts(piece: bytes) -> Fact:
         facts |= Fact.UNSPACED_START
     text = piece.decode(errors="replace")
     core = text.strip()
-    facts |= _blanks(text, core)
+    facts |= _blanks(text)
     if not core:
         return facts
     facts |= Fact.TEXT
@@ -192,18 +191,13 @@ def _facts(piece: bytes) -> Fact:
     return facts | _letters(core) | _signs(core)
 
 
-def _blanks(text: str, core: str) -> Fact:
+def _blanks(text: str) -> Fact:
     facts = Fact(0)
     if text[0].isspace():
         facts |= Fact.BLANK_START
     if text[-1].isspace():
         facts |= Fact.BLANK_END
-    n_lines = text.count("\n")
-    if n_lines:
-        facts |= Fact.LINE
-        if "\n" in text[len(text.rstrip()) :] or not core:
-            facts |= Fact.LINE_END
-    return facts | Fact.PARAGRAPH if n_lines > 1 else facts
+    return facts | Fact.LINE if "\n" in text else facts
 
 
 def _letters(core: str) -> Fact:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,11 @@ _ROLES = frozenset(
 """Names that chat templates write after a control token."""
 _LONGEST_ROLE = max(map(len, _ROLES))
 _AFTER_UNSPACED = int(Fact.LETTER | Fact.DIGIT)
+_CAPITAL, _POINT, _INNER = int(Fact.CAPITAL), int(Fact.POINT), int(Fact.INNER)
+_MAY_BE_INNER = _CAPITAL | _POINT
+_LINE_OR_TEXT, _LINE = int(Fact.LINE | Fact.TEXT), int(Fact.LINE)
+_MARK = int(Fact.MARK)
+_ZERO = np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +48,8 @@ class Words:
     Attributes:
         tokens: Token ids, shape ``(n_tokens,)``.
         starts: First token of each word, and the number of tokens, shape ``(n_words + 1,)`` int32.
+        text: The whole text; marks have none.
+        offsets: First character of each word, and the length of the text: ``n_words + 1`` numbers.
         texts: Text of each word, with the blanks before it; empty for a mark.
         token_facts: ``Fact`` of each token, shape ``(n_tokens,)``.
         facts: ``Fact`` of each word, those of all its tokens, shape ``(n_words,)``.
@@ -52,6 +60,8 @@ class Words:
 
     tokens: Tokens
     starts: NDArray[np.int32]
+    text: str
+    offsets: list[int]
     texts: tuple[str, ...]
     token_facts: NDArray[np.int32]
     facts: NDArray[np.int32]
@@ -79,11 +89,27 @@ def divide(tokens: Tokens, vocabulary: Vocabulary) -> Words:
     first = _firsts(facts)
     first[1:] |= is_markup[1:] != is_markup[:-1]
     starts = _limited(np.append(np.flatnonzero(first), len(tokens)), facts)
-    texts = _texts(pieces, vocabulary.lengths(tokens), starts)
+    text, offsets = _text(pieces, vocabulary.lengths(tokens), starts)
+    texts = tuple([text[at:end] for at, end in pairwise(offsets)])
     words = np.searchsorted(starts, sorted(roles))
     named = dict(zip(words.tolist(), (roles[at] for at in sorted(roles)), strict=True))
-    of_words = np.bitwise_or.reduceat(facts, starts[:-1]) if len(facts) else facts
-    return Words(tokens, starts, texts, facts, of_words, is_markup[starts[:-1]], named)
+    facts, of_words = _of_words(facts, starts)
+    return Words(
+        tokens, starts, text, offsets, texts, facts, of_words, is_markup[starts[:-1]], named
+    )
+
+
+def _of_words(
+    facts: NDArray[np.int32], starts: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the facts about tokens, which now tell what is inside of a word; and about words."""
+    if not len(facts):
+        return facts, facts
+    inner = facts & _MAY_BE_INNER
+    inner[starts[:-1]] &= ~_CAPITAL
+    inner[starts[1:] - 1] &= ~_POINT
+    facts = np.where(inner != 0, facts | _INNER, facts)
+    return facts, np.bitwise_or.reduceat(facts, starts[:-1])
 
 
 def _firsts(facts: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -104,7 +130,7 @@ def _markup(
     tokens: Tokens, facts: NDArray[np.int32], pieces: list[bytes], vocabulary: Vocabulary
 ) -> tuple[NDArray[np.bool_], dict[int, str]]:
     """Return which tokens belong to a template, and who speaks from which token on."""
-    is_markup = facts & int(Fact.MARK) != 0
+    is_markup = facts & _MARK != 0
     roles: dict[int, str] = {}
     role = ""
     for at in np.flatnonzero(is_markup).tolist():
@@ -113,7 +139,7 @@ def _markup(
             start -= 1
         is_markup[start:at] = True
         after, name = _name(pieces, at + 1)
-        if after < len(tokens) and facts[after] & int(Fact.MARK):
+        if after < len(tokens) and facts[after] & _MARK:
             is_markup[at:after] = True  # a name stands between two marks, or nothing does
             role = name
             continue
@@ -141,7 +167,7 @@ def _name(pieces: list[bytes], at: int) -> tuple[int, str]:
 
 
 def _is_line_end(facts: int) -> bool:
-    return bool(facts & Fact.LINE) and not facts & Fact.TEXT
+    return facts & _LINE_OR_TEXT == _LINE
 
 
 def _limited(starts: NDArray[np.int64], facts: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -158,18 +184,21 @@ def _limited(starts: NDArray[np.int64], facts: NDArray[np.int32]) -> NDArray[np.
     return np.unique(np.concatenate([starts, added])).astype(np.int32)
 
 
-def _texts(
+def _text(
     pieces: list[bytes], lengths: NDArray[np.int32], starts: NDArray[np.int32]
-) -> tuple[str, ...]:
-    """Return the text of each word; bytes that are no UTF-8 become replacement characters."""
-    ends = np.concatenate([[0], lengths.cumsum()])[starts]
+) -> tuple[str, list[int]]:
+    """Return the text of all words, and the first character of each, and its end.
+
+    Bytes that are no UTF-8 become replacement characters.
+    """
+    ends = np.concatenate([_ZERO, lengths.cumsum()])[starts]
     whole = b"".join(pieces)
     try:
         text = whole.decode()
     except UnicodeDecodeError:
-        places = zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-        return tuple(whole[start:end].decode(errors="replace") for start, end in places)
+        texts = [whole[at:end].decode(errors="replace") for at, end in pairwise(ends.tolist())]
+        return "".join(texts), [0, *accumulate(map(len, texts))]
     if len(text) < len(whole):
         is_first = np.frombuffer(whole, np.uint8) & 0xC0 != 0x80
-        ends = np.concatenate([[0], is_first.cumsum()])[ends]
-    return tuple(map(text.__getitem__, map(slice, ends[:-1].tolist(), ends[1:].tolist())))
+        ends = np.concatenate([_ZERO, is_first.cumsum()])[ends]
+    return text, ends.tolist()

@@ -38,7 +38,7 @@ class Attention:
         """Return the mean attention that a word's tokens get, shape ``(n_words,)``.
 
         Raises:
-            LlmaasError: The engine cannot evaluate the prompt, or has no hook point.
+            LlmaasError: The engine cannot evaluate the prompt, or its attention cannot be read.
         """
         started = time.perf_counter()
         tokens = prompt.tokens
@@ -69,6 +69,11 @@ def _attention(one: Evaluation, prompt: Prompt) -> NDArray[np.float64]:
         density.place(0, first)  # the cells before lie in the order of positions
         one.read(tokens, first, n)
         sums, counts = density.read(n)
+    if not counts[:first].any():
+        raise LlmaasError(
+            "attention cannot be read: this model has none, or keeps it elsewhere. Choose another "
+            "scorer."
+        )
     return np.asarray(sums / np.maximum(counts, 1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,7 +46,6 @@ class Scoring:
             level = self.natives[request.engine.ctx].level
             self.found.append(self._scorer.scores(prompt, llama))
             assert self.natives[request.engine.ctx].level == level
-            assert list(self.natives) == [request.engine.ctx]
 
     @hookimpl
     def llmaas_logits(self, view):
@@ -193,6 +193,27 @@ def test_attention_needs_a_hook_point(packaged_model):
         assert SCORERS["self_information"]({}).scores(prompt, llama).max() > 1
         with pytest.raises(LlmaasError, match="attention cannot be read: the engine has no hook"):
             SCORERS["attention"]({}).scores(prompt, llama)
+
+
+class WithoutLayers(dict):
+    """Contexts of which no layer has attention."""
+
+    def get(self, ctx):
+        native = self[ctx]
+        return SimpleNamespace(
+            n_levels=native.n_levels,
+            hold_level=native.hold_level,
+            density=lambda: native.density(layer_step=99),
+        )
+
+
+def test_models_without_attention_are_refused(opened):
+    plugin = Scoring()
+    plugin.natives = WithoutLayers()
+    with opened(plugin) as llama:
+        prompt = prompt_on(llama)
+        with pytest.raises(LlmaasError, match="attention cannot be read: this model has none"):
+            SCORERS["attention"](plugin.natives).scores(prompt, llama)
 
 
 @pytest.mark.parametrize("name", EVALUATING)

@@ -29,6 +29,8 @@ def question(prompt):
         ("", "[INST] ", " [/INST]"),
         ("", "<|user|>\n", "</s>\n<|assistant|>"),
         ("", "Q: ", "\nA:"),
+        ("", "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant"),
+        ("", "<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model"),
     ],
 )
 def test_the_question_is_the_users_last_turn(prompt, opening, asked, said):
@@ -40,6 +42,13 @@ def test_the_question_is_the_users_last_turn(prompt, opening, asked, said):
     assert not found.is_protected[said_words].any()
     text = "".join(word for word, kept in zip(found.words, found.is_protected, strict=True) if kept)
     assert text.count(asked.strip()) == 3
+
+
+def test_choices_belong_to_the_question(prompt):
+    choices = "Question: where is it now?\nA: in the sea\nB: on the hill\nC: in the wood\nAnswer:"
+    found = prompt(f"{STORY * 5}\n\n{choices}")
+    assert question(found) == choices.removeprefix("Question:")
+    assert found.is_protected[found.question :].all()
 
 
 def test_an_empty_last_turn_is_no_question(prompt):

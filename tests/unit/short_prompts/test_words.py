@@ -156,6 +156,14 @@ def test_word_piece_tokens_go_on_with_a_word(tmp_path):
     assert found.is_markup.tolist() == [True, False, False, False, False, True]
 
 
+def test_tokens_without_texts_are_words_of_their_own(tmp_path):
+    """llama.cpp ends a process that asks for the text of such a token."""
+    with opened(tmp_path, "no_vocab", [], [], vocab_size=8) as vocabulary:
+        found = divide(np.array([1, 7, 7], np.int32), vocabulary)
+    assert found.texts == ("", "", "")
+    assert not found.is_markup.any()
+
+
 def test_tokens_are_read_once(llama, monkeypatch):
     vocabulary = vocabulary_of(llama)
     assert vocabulary is vocabulary_of(llama)
