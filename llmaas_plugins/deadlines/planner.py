@@ -99,7 +99,11 @@ def plan(question: Question) -> Plan:
         return Plan(None, None)
     if (found := _fastest(question)) is not None:
         return found
-    promise, plans = question.promise, [_widest(question, one) for one in question.readings]
+    promise, plans = question.promise, list[Plan]()
+    for reading in question.readings:
+        plans.append(found := _widest(question, reading))
+        if found.keeps(promise) and (question.worth is None or worth_of(question, found) == 1):
+            return found  # no shorter prompt is worth more
     if keeping := [one for one in plans if one.keeps(promise)]:
         return max(keeping, key=lambda one: worth_of(question, one) or 0.0)  # the first of equals
     return min(plans, key=lambda one: one.excess(promise))
