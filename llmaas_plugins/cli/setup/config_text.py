@@ -19,6 +19,18 @@ __all__ = ["Settings", "check_ours", "config_text", "write_config", "write_switc
 _FIRST = re.compile(r"# Written by `llmaas setup`; sha256 of the lines below: ([0-9a-f]{64})\n")
 
 
+_READ = (
+    "# Requests may read a share of their prompts, such as prompt_share = 0.5, and do so where no\n"
+    "# level is fast enough for the latency that they name"
+)
+_SHORT_PROMPTS = f"{_READ}.\n[plugins.short_prompts]\n"
+_NO_SHORT_PROMPTS = (
+    f"{_READ}, if you switch this on.\n"
+    "# A tiny model can learn which words matter: see `llmaas prompts learn --help`.\n"
+    "# [plugins.short_prompts]\n"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Content of the file.
@@ -31,6 +43,7 @@ class Settings:
         table: Widths of the levels; None without levels.
         is_packed: Whether the weights were packed.
         store: Folder of the datastore; None without one.
+        has_words: Whether an encoder learns which words of prompts to read.
         memory: Memory of the process, as the user typed it; None for the default.
     """
 
@@ -41,6 +54,7 @@ class Settings:
     table: str | None
     is_packed: bool
     store: Path | None
+    has_words: bool
     memory: str | None
 
 
@@ -73,6 +87,7 @@ def config_text(settings: Settings) -> str:
             '# A request may name its latency, such as slo = "300 ms/60 ms", and gets the best\n'
             "# level that keeps it.\n[plugins.deadlines]\n"
         )
+        parts.append(_SHORT_PROMPTS if settings.has_words else _NO_SHORT_PROMPTS)
     if settings.is_packed:
         parts.append(
             "# Weights that do not fit into memory are streamed.\n[plugins.flash_weights]\n"

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.elastic.estimates import Speeds
 from llmaas_plugins.cli.setup.processes import completed, error_of
-from llmaas_plugins.cli.setup.steps import N_REQUESTS, Job, improving_steps, recovering_s
+from llmaas_plugins.cli.setup.steps import (
+    N_REQUESTS,
+    RECOVER,
+    WORDS,
+    Job,
+    improving_steps,
+    recovering_s,
+)
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.json_text import parse_json
 
@@ -60,7 +67,7 @@ def estimates_of(job: Job) -> Estimates:
         raise ConfigError(f"{error_of(done)} `--skip prepare` leaves levels out.")
     found = parse_json(done.stdout)
     chats = sum(path.stat().st_size for path in job.chats)
-    seconds = _seconds(found, chats, n_bytes) | {"recover": recovering_s(job)}
+    seconds = _seconds(found, chats, n_bytes) | {RECOVER: recovering_s(job), WORDS: _WORDS_S}
     return Estimates(seconds, found["disk_bytes"] + packing)
 
 
@@ -85,5 +92,7 @@ def _seconds(found: Mapping[str, Any], n_chat_bytes: int, n_bytes: int) -> dict[
     }
 
 
+_WORDS_S = 1800.0
+"""Seconds to explain answers and to train an encoder, of which the former is bounded."""
 _SEARCHING = ("search", "add")
 """First words of the steps that follow the uniform widths."""

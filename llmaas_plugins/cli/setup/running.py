@@ -11,7 +11,16 @@ from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.cli.progress_folder import progress_folder
 from llmaas_plugins.cli.setup.config_text import Settings, config_text, write_config
 from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record
-from llmaas_plugins.cli.setup.steps import RECOVER, Job, Step, holds, improving_steps, run, steps_of
+from llmaas_plugins.cli.setup.steps import (
+    WITHOUT,
+    WORDS,
+    Job,
+    Step,
+    holds,
+    improving_steps,
+    run,
+    steps_of,
+)
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.model.digest import file_digest
 
@@ -84,9 +93,9 @@ class Run:
                 with self._writing(step):
                     result = run(step)
             except ConfigError as error:
-                if step.name != RECOVER:
+                if step.name not in WITHOUT:
                     raise
-                self.say(f"{error} The levels are used without adapters.")
+                self.say(f"{error} {WITHOUT[step.name]}")
                 continue
             done = Done(key=step.key(self.job), result=result, digest=file_digest(self.job.made))
             self._record.keep(step.name, done)
@@ -99,8 +108,8 @@ class Run:
         return self.job.is_prepared_here and all(self.is_done(step) for step in steps)
 
     def is_searched(self) -> bool:
-        """Return whether better widths were found, timed and compared, maybe without adapters."""
-        steps = [step for step in improving_steps(self.job) if step.name != RECOVER]
+        """Return whether better widths were found, timed and compared, maybe without the rest."""
+        steps = [step for step in improving_steps(self.job) if step.name not in WITHOUT]
         return self.job.is_prepared_here and all(self.is_done(step) for step in steps)
 
     def write(self, table: str) -> None:
@@ -120,6 +129,7 @@ class Run:
             table=table if has_levels else None,
             is_packed="pack" in names,
             store=job.store if "datastore" in names else None,
+            has_words=any(step.name == WORDS for step in improving_steps(job)),
             memory=self._memory,
         )
         write_config(self.config, config_text(settings))

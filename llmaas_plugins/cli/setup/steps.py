@@ -22,11 +22,14 @@ from llmaas_plugins.cli.setup.record import Done, folder_of, key_of
 from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.model.gguf_header import read_header
+from llmaas_plugins.short_prompts.encoder.body import PACKAGE
 
 __all__ = [
     "N_REQUESTS",
     "RECOVER",
     "STEPS",
+    "WITHOUT",
+    "WORDS",
     "Job",
     "Step",
     "holds",
@@ -37,10 +40,14 @@ __all__ = [
     "widths_of",
 ]
 
-RECOVER = "recover"
-"""Name of the step without which better widths are used, too."""
-STEPS = ("prepare", "pack", "profile", "learn", "datastore", RECOVER)
-"""Names of the steps, in their order. The last one is done only in the background."""
+RECOVER, WORDS = "recover", "words"
+STEPS = ("prepare", "pack", "profile", "learn", "datastore", RECOVER, WORDS)
+"""Names of the steps, in their order. The last two are done only in the background."""
+WITHOUT = {
+    RECOVER: "The levels are used without adapters.",
+    WORDS: "Words of prompts are judged by the attention of the model.",
+}
+"""Steps whose failure is no failure of the command, and what follows from it."""
 
 N_REQUESTS = 256
 """Prompts of the first outcome table; the one that follows has as many as the command's default."""
@@ -166,8 +173,9 @@ def steps_of(job: Job) -> list[Step]:
 def improving_steps(job: Job) -> list[Step]:
     """Return the steps that find better widths; none of them changes the file's weights.
 
-    Adapters are learned if torch is installed.
+    Adapters are learned if torch is installed, and words if the pretrained encoder is, too.
     """
+    has_torch = importlib.util.find_spec("torch") is not None
     known = {
         "prepare": Step(
             "search",
@@ -175,9 +183,10 @@ def improving_steps(job: Job) -> list[Step]:
             (*_prepare(job), "--json"),
             (job.model,),
         ),
-        **({RECOVER: _recover(job)} if importlib.util.find_spec("torch") else {}),
+        **({RECOVER: _recover(job)} if has_torch else {}),
         "profile": _profile(job, "profile searched", "searched"),
         "learn": _learn(job, "learn searched", "searched"),
+        **({WORDS: _words(job)} if has_torch and importlib.util.find_spec(PACKAGE) else {}),
     }
     return [step for name, step in known.items() if name not in job.skipped]
 
@@ -261,6 +270,11 @@ def _n_parameters(model: Path, digest: str) -> int:
     """Count the parameters of the model with this digest, whose header is read once."""
     del digest
     return sum(one.n_rows * one.n_columns for one in read_header(model).tensors.values())
+
+
+def _words(job: Job) -> Step:
+    what = "learn which words of prompts the answers need"
+    return Step(WORDS, what, ("prompts", "learn", str(job.made), "--json"), (job.made,))
 
 
 def _profile(job: Job, name: str, table: str) -> Step:

