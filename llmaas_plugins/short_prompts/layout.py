@@ -17,8 +17,7 @@ __all__ = ["Layout", "layout_of"]
 
 _ABBREVIATION, _LONGEST = re.compile(r"\s?[A-Z]\w?\."), 4
 """Words such as ``Mr.`` or an initial, after which a sentence goes on; their most characters."""
-_TEXT, _STOP = int(Fact.TEXT), int(Fact.STOP)
-_TEXT_OR_CLOSING = int(Fact.TEXT | Fact.CLOSING)
+_TEXT_OR_CLOSING = Fact.TEXT | Fact.CLOSING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,11 +69,11 @@ def _breaks(words: Words) -> NDArray[np.int32]:
 def _stops(words: Words) -> NDArray[np.bool_]:
     """Return which words end a sentence, also if quotation marks or brackets close after that."""
     facts, starts = words.token_facts, words.starts
-    has_text = facts & _TEXT_OR_CLOSING == _TEXT
+    has_text = facts & _TEXT_OR_CLOSING == Fact.TEXT
     last = np.maximum.accumulate(np.where(has_text, np.arange(len(facts)), -1))
     last = last[starts[1:] - 1]
     is_own = last >= starts[:-1]
-    stops = is_own & (facts[last] & _STOP != 0)
+    stops = is_own & (facts[last] & Fact.STOP != 0)
     for at in np.flatnonzero(stops).tolist():
         if len(words.texts[at]) <= _LONGEST and _ABBREVIATION.fullmatch(words.texts[at]):
             stops[at] = False

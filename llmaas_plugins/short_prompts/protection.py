@@ -115,8 +115,8 @@ def _capitals(words: Words) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     facts, starts = words.token_facts, words.starts
     if not len(facts):
         return np.zeros(0, np.bool_), np.zeros(0, np.bool_)
-    at = np.where(facts & int(Fact.LETTER), np.arange(len(facts)), len(facts))
+    at = np.where(facts & Fact.LETTER, np.arange(len(facts)), len(facts))
     first = np.minimum.reduceat(at, starts[:-1])
     has_letter = first < len(facts)
-    is_capital = has_letter & (facts[np.minimum(first, len(facts) - 1)] & int(Fact.CAPITAL) != 0)
+    is_capital = has_letter & (facts[np.minimum(first, len(facts) - 1)] & Fact.CAPITAL != 0)
     return is_capital, has_letter

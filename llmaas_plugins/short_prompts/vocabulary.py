@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from enum import IntFlag, auto
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,8 +39,8 @@ _POINT = re.compile(r"[.:-]")
 """Characters that also end words of other texts."""
 
 
-class Fact(IntFlag):
-    """Facts about a token, or about a word: those of all its tokens.
+class Fact:
+    """Bits of the facts about a token, and about a word: those of all its tokens.
 
     Attributes:
         TEXT: It has a character that is no blank.
@@ -64,25 +63,25 @@ class Fact(IntFlag):
         STOP: It ends a sentence, apart from closing marks.
     """
 
-    TEXT = auto()
-    BLANK_START = auto()
-    BLANK_END = auto()
-    LINE = auto()
-    MARK = auto()
-    ALONE = auto()
-    INSIDE = auto()
-    UNSPACED_START = auto()
-    UNSPACED_END = auto()
-    LETTER = auto()
-    CAPITAL = auto()
-    DIGIT = auto()
-    SYMBOL = auto()
-    QUOTE = auto()
-    TICK = auto()
-    CLOSING = auto()
-    STOP = auto()
-    POINT = auto()
-    INNER = auto()
+    TEXT = 1 << 0
+    BLANK_START = 1 << 1
+    BLANK_END = 1 << 2
+    LINE = 1 << 3
+    MARK = 1 << 4
+    ALONE = 1 << 5
+    INSIDE = 1 << 6
+    UNSPACED_START = 1 << 7
+    UNSPACED_END = 1 << 8
+    LETTER = 1 << 9
+    CAPITAL = 1 << 10
+    DIGIT = 1 << 11
+    SYMBOL = 1 << 12
+    QUOTE = 1 << 13
+    TICK = 1 << 14
+    CLOSING = 1 << 15
+    STOP = 1 << 16
+    POINT = 1 << 17
+    INNER = 1 << 18
 
 
 class Vocabulary:
@@ -131,10 +130,10 @@ class Vocabulary:
 
     def _learn(self, token: int) -> None:
         facts = self._read(token) if self._has_texts else Fact.TEXT | Fact.ALONE
-        self._facts[token] = int(facts)
+        self._facts[token] = facts
         self._is_known[token] = True  # last: another thread may be reading
 
-    def _read(self, token: int) -> Fact:
+    def _read(self, token: int) -> int:
         """Read a token's text, and return the facts about it."""
         attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
         if attributes & _UNKNOWN:
@@ -169,11 +168,11 @@ def vocabulary_of(llama: Any) -> Vocabulary:
     return found
 
 
-def _facts(piece: bytes) -> Fact:
+def _facts(piece: bytes) -> int:
     """Return the facts about a token that is text."""
     if not piece:
-        return Fact(0)
-    facts = Fact(0)
+        return 0
+    facts = 0
     if piece[0] in _CONTINUATION:
         facts |= Fact.INSIDE
     if piece[0] in _UNSPACED_LEADS:
@@ -191,8 +190,8 @@ def _facts(piece: bytes) -> Fact:
     return facts | _letters(core) | _signs(core)
 
 
-def _blanks(text: str) -> Fact:
-    facts = Fact(0)
+def _blanks(text: str) -> int:
+    facts = 0
     if text[0].isspace():
         facts |= Fact.BLANK_START
     if text[-1].isspace():
@@ -200,8 +199,8 @@ def _blanks(text: str) -> Fact:
     return facts | Fact.LINE if "\n" in text else facts
 
 
-def _letters(core: str) -> Fact:
-    facts = Fact(0)
+def _letters(core: str) -> int:
+    facts = 0
     letter = next(filter(str.isalpha, core), "")
     if letter:
         facts |= Fact.LETTER
@@ -212,8 +211,8 @@ def _letters(core: str) -> Fact:
     return facts
 
 
-def _signs(core: str) -> Fact:
-    facts = Fact(0)
+def _signs(core: str) -> int:
+    facts = 0
     if _SYMBOL.search(core):
         facts |= Fact.SYMBOL
     if _POINT.search(core):

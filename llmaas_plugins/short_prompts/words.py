@@ -33,11 +33,9 @@ _ROLES = frozenset(
 )
 """Names that chat templates write after a control token."""
 _LONGEST_ROLE = max(map(len, _ROLES))
-_AFTER_UNSPACED = int(Fact.LETTER | Fact.DIGIT)
-_CAPITAL, _POINT, _INNER = int(Fact.CAPITAL), int(Fact.POINT), int(Fact.INNER)
-_MAY_BE_INNER = _CAPITAL | _POINT
-_LINE_OR_TEXT, _LINE = int(Fact.LINE | Fact.TEXT), int(Fact.LINE)
-_MARK = int(Fact.MARK)
+_AFTER_UNSPACED = Fact.LETTER | Fact.DIGIT
+_MAY_BE_INNER = Fact.CAPITAL | Fact.POINT
+_LINE_OR_TEXT = Fact.LINE | Fact.TEXT
 _ZERO = np.zeros(1, np.int64)
 
 
@@ -68,9 +66,9 @@ class Words:
     is_markup: NDArray[np.bool_]
     roles: dict[int, str]
 
-    def any(self, facts: Fact) -> NDArray[np.bool_]:
+    def any(self, facts: int) -> NDArray[np.bool_]:
         """Return which words have a token with one of these facts."""
-        return np.asarray(self.facts & int(facts) != 0)
+        return np.asarray(self.facts & facts != 0)
 
 
 def divide(tokens: Tokens, vocabulary: Vocabulary) -> Words:
@@ -106,23 +104,23 @@ def _of_words(
     if not len(facts):
         return facts, facts
     inner = facts & _MAY_BE_INNER
-    inner[starts[:-1]] &= ~_CAPITAL
-    inner[starts[1:] - 1] &= ~_POINT
-    facts = np.where(inner != 0, facts | _INNER, facts)
+    inner[starts[:-1]] &= ~Fact.CAPITAL
+    inner[starts[1:] - 1] &= ~Fact.POINT
+    facts = np.where(inner != 0, facts | Fact.INNER, facts)
     return facts, np.bitwise_or.reduceat(facts, starts[:-1])
 
 
 def _firsts(facts: NDArray[np.int32]) -> NDArray[np.bool_]:
     """Return which tokens begin a word, by themselves and the token before."""
     before, here = facts[:-1], facts[1:]
-    is_alone = (before | here) & int(Fact.ALONE) != 0
-    is_blank = (here & int(Fact.BLANK_START)) | (before & int(Fact.BLANK_END)) != 0
-    is_unspaced = (here & int(Fact.UNSPACED_START)) | (
-        np.where(here & _AFTER_UNSPACED, before, 0) & int(Fact.UNSPACED_END)
+    is_alone = (before | here) & Fact.ALONE != 0
+    is_blank = (here & Fact.BLANK_START) | (before & Fact.BLANK_END) != 0
+    is_unspaced = (here & Fact.UNSPACED_START) | (
+        np.where(here & _AFTER_UNSPACED, before, 0) & Fact.UNSPACED_END
     ) != 0
-    begins = (is_blank | is_unspaced) & (before & int(Fact.TEXT) != 0)
+    begins = (is_blank | is_unspaced) & (before & Fact.TEXT != 0)
     first = np.ones(len(facts), np.bool_)
-    first[1:] = (begins & (here & int(Fact.INSIDE) == 0)) | is_alone
+    first[1:] = (begins & (here & Fact.INSIDE == 0)) | is_alone
     return first
 
 
@@ -130,7 +128,7 @@ def _markup(
     tokens: Tokens, facts: NDArray[np.int32], pieces: list[bytes], vocabulary: Vocabulary
 ) -> tuple[NDArray[np.bool_], dict[int, str]]:
     """Return which tokens belong to a template, and who speaks from which token on."""
-    is_markup = facts & _MARK != 0
+    is_markup = facts & Fact.MARK != 0
     roles: dict[int, str] = {}
     role = ""
     for at in np.flatnonzero(is_markup).tolist():
@@ -139,7 +137,7 @@ def _markup(
             start -= 1
         is_markup[start:at] = True
         after, name = _name(pieces, at + 1)
-        if after < len(tokens) and facts[after] & _MARK:
+        if after < len(tokens) and facts[after] & Fact.MARK:
             is_markup[at:after] = True  # a name stands between two marks, or nothing does
             role = name
             continue
@@ -167,7 +165,7 @@ def _name(pieces: list[bytes], at: int) -> tuple[int, str]:
 
 
 def _is_line_end(facts: int) -> bool:
-    return facts & _LINE_OR_TEXT == _LINE
+    return facts & _LINE_OR_TEXT == Fact.LINE
 
 
 def _limited(starts: NDArray[np.int64], facts: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -175,7 +173,7 @@ def _limited(starts: NDArray[np.int64], facts: NDArray[np.int32]) -> NDArray[np.
     long = np.flatnonzero(np.diff(starts) > _MOST_TOKENS)
     if not len(long):
         return starts.astype(np.int32)
-    inside = facts & int(Fact.INSIDE) != 0
+    inside = facts & Fact.INSIDE != 0
     step = _MOST_TOKENS - _MOST_INSIDE
     more = [np.arange(starts[i] + step, starts[i + 1], step) for i in long]
     added = np.concatenate(more)
