@@ -188,14 +188,15 @@ def llmaas_cost(request: Request) -> RequestCost | None:
     Thread: the app's. Cost: once a planned request, and its first token waits for it; at most
         milliseconds.
     Returns: the prompt tokens that need no evaluation and the seconds until they are ready, or the
-        times of each level; None if the plugin knows neither. The host adds up all answers.
+        times of each level, or shorter prompts to read instead; None if the plugin knows nothing of
+        these. The host adds up all answers.
     Errors: with ``on_error = "log"`` the failed plugin counts as if it had returned None.
     """
 
 
 @hookspec
 def llmaas_level(request: Request, cost: Callable[[], RequestCost]) -> Levels | None:
-    """Choose how much of an elastic model a request computes with.
+    """Choose how much of an elastic model a request computes with, and how much of its prompt.
 
     When: first step of ``Llama.generate``, before ``llmaas_request_begin``. A level that the app
         requests takes precedence over the answer. The answer takes precedence over the configured

@@ -13,9 +13,10 @@ from llmaas_hooks import Tokens
 from llmaas_plugins.deadlines.answering import Comparison, Prompts, Sequences, answers_to
 from llmaas_plugins.deadlines.answers import Answers, Shorter
 
-__all__ = ["Kept", "affordable", "cut_prompts", "measured"]
+__all__ = ["LENGTHS", "Kept", "affordable", "cut_prompts", "measured"]
 
-_LENGTHS = (16, 32, 64, 128)
+LENGTHS: tuple[int, ...] = (16, 32, 64, 128)
+"""Numbers of tokens of prompts."""
 _LEAST_STEP = 8
 """Fewest tokens between the ends of two prompts."""
 
@@ -34,7 +35,7 @@ def cut_prompts(
     texts: Sequence[Tokens],
     n_prompts: int,
     start: Sequence[int] = (),
-    lengths: Sequence[int] = _LENGTHS,
+    lengths: Sequence[int] = LENGTHS,
 ) -> list[Tokens]:
     """Cut prompts of several lengths from texts, in random order.
 

@@ -73,17 +73,15 @@ class ShortPrompts:
 
     @hookimpl
     def llmaas_cost(self, request: Request) -> RequestCost | None:
-        """Offer prompts of the configured shares, unless the app chose a share itself."""
-        if not self._config.shares or not self._may_shorten(request):
-            return None
-        if request.levels.prompt_share is not None:
-            return None
-        if self._config.share_of(request.app) == 1:
+        """Offer prompts of the configured shares, or of the one that the app chose itself."""
+        asked, own = request.levels.prompt_share, self._config.share_of(request.app)
+        shares = set(self._config.shares) if asked is None else {asked}
+        if not shares or (own if asked is None else asked) == 1 or not self._may_shorten(request):
             return None
         prompt, n_tokens = self._prompt(request), len(request.tokens)
         seconds = self._scorers.scorer_for(request.engine.llama).seconds(n_tokens)
         found: list[ShorterPrompt] = []
-        for share in sorted(set(self._config.shares), reverse=True):
+        for share in sorted(shares, reverse=True):
             n_left = n_read(prompt, budget(prompt, share))
             if n_left < (found[-1].n_tokens if found else n_tokens):
                 found.append(ShorterPrompt(share, n_left, seconds))

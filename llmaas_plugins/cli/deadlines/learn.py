@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.deadlines.prompts import check_prompts, prompts_of
 from llmaas_plugins.cli.deadlines.shares import (
-    Contexts,
     add_share_options,
     check_shares,
-    parts_of,
+    shortened_prompts,
+    shortener,
 )
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action, trained_context
@@ -114,13 +114,13 @@ class _Opened(NamedTuple):
         model: The model.
         levels: Levels, widest first.
         levels_id: Name of what the levels compute.
-        contexts: The engine's contexts.
+        short_prompts: The plugin that chooses the words of shares; None without shares.
     """
 
     model: Any
     levels: tuple[float, ...]
     levels_id: str
-    contexts: Contexts
+    short_prompts: Any
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -155,14 +155,16 @@ def _opened(args: argparse.Namespace) -> Iterator[_Opened]:
             f"{args.model} has no levels; `llmaas elastic prepare {args.model}` writes a file that "
             "has."
         )
-    digest, contexts = file_digest(args.model), Contexts()
-    config = {"on_error": "raise", "plugins": {"elastic": {"table": args.table}}}
+    digest = file_digest(args.model)
+    shorter = shortener(args)
+    plugins = {"elastic": {"table": args.table}, **shorter}
     with (
-        activate(config, {"contexts": contexts}) as suite,
+        activate({"on_error": "raise", "plugins": plugins}) as suite,
         loaded(args.model) as opened,
     ):
         (model,) = suite.plugin("elastic").llmaas_status()["models"].values()
-        yield _Opened(opened, tuple(model["levels"]), levels_id(digest, model["key"]), contexts)
+        chooser = suite.plugin("short_prompts") if shorter else None
+        yield _Opened(opened, tuple(model["levels"]), levels_id(digest, model["key"]), chooser)
 
 
 def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]:
@@ -184,7 +186,7 @@ def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]
     )
     comparison, n = _announced(args, opened, prompts, comparison)
     prompts = prompts[:n]
-    shorter = parts_of(args, opened.contexts, prompts)
+    shorter = shortened_prompts(args, opened.short_prompts, prompts) if args.shares else []
     about = {
         "levels": opened.levels_id,
         "answer": args.answer_tokens,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.given_text import packaged_conversations, tokens_of
+from llmaas_plugins.cli.models import trained_context
 from llmaas_plugins.files.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_prompts", "prompts_of"]
 
+_LONG = (256, 512)
+"""Tokens of prompts that are worth shortening; ``short_prompts`` leaves others whole."""
 _LEAST = 20
 """Fewest prompts: fewer say nothing."""
 
@@ -30,14 +34,18 @@ def prompts_of(args: argparse.Namespace, model: Any, n_prompts: int) -> list[Tok
     """
     import numpy as np
 
-    from llmaas_plugins.deadlines.learning import cut_prompts
+    from llmaas_plugins.deadlines.learning import LENGTHS, cut_prompts
 
     if args.prompts:
         chance, found = np.random.default_rng(0), _own(args.prompts, model)
         found = [found[i] for i in chance.permutation(len(found))[:n_prompts]]
     else:
         texts = [tokens_of(text, model) for text in _texts(args.text)]
-        found = cut_prompts(texts, n_prompts, model.tokenize(b"", True, False))
+        start, lengths = model.tokenize(b"", True, False), LENGTHS
+        if args.shares:
+            most = (trained_context(args.model) or math.inf) - len(start) - args.answer_tokens
+            lengths += tuple(length for length in _LONG if length <= most)
+        found = cut_prompts(texts, n_prompts, start, lengths)
     if len(found) < _LEAST:
         raise ConfigError(
             f"found {len(found)} prompts, expected at least {_LEAST}. Give more text with --text, "

@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from llmaas_hooks import ConfigError, NativeContext, hookimpl
-from llmaas_hooks.discovery import suggest
+from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.output import progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from llmaas_hooks import Tokens
 
-__all__ = ["Contexts", "add_share_options", "check_shares", "parts_of", "shortened_prompts"]
+__all__ = ["add_share_options", "check_shares", "shortened_prompts", "shortener"]
 
-_N_CTX = 256
-"""Cells of the engine that scorers ask; they make contexts of their own for longer prompts."""
-
-
-class Contexts:
-    """Listener that knows the engine's contexts by address, as scorers need them."""
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self.by_address: dict[int, NativeContext] = {}
-
-    @hookimpl
-    def llmaas_native_context(self, context: NativeContext) -> None:
-        """Note a context."""
-        self.by_address[context.ctx] = context
-
-    @hookimpl
-    def llmaas_context_free(self, ctx: int) -> None:
-        """Forget a context."""
-        self.by_address.pop(ctx, None)
+_N_CTX = 16
+"""Cells of the engine that scorers ask; they make contexts of their own for prompts."""
 
 
 def add_share_options(add: Any) -> None:
     """Add ``--shares`` and ``--scorer`` with a parser's ``add_argument``."""
+    from llmaas_plugins.short_prompts.config import ScorerName
+
     add(
         "--shares",
         type=_shares,
@@ -49,75 +33,64 @@ def add_share_options(add: Any) -> None:
     )
     add(
         "--scorer",
-        metavar="NAME",
-        help="scorer of short_prompts that chooses the words of the shares",
+        choices=get_args(ScorerName),
+        help="how short_prompts judges the words of the shares (default: as configured)",
     )
 
 
 def check_shares(args: argparse.Namespace) -> None:
-    """Refuse shares without a scorer, and the other way round.
+    """Refuse too many shares, and a scorer without shares.
 
     Raises:
-        ConfigError: One of the two options is missing, or there is no such scorer.
+        ConfigError: The options make no sense.
     """
-    if bool(args.shares) != (args.scorer is not None):
-        missing, given = ("--scorer NAME", "--shares") if args.shares else ("--shares", "--scorer")
-        raise ConfigError(f"{given} needs {missing}.")
-    if not args.shares:
-        return
     from llmaas_plugins.deadlines.answers import MOST_SHARES
-    from llmaas_plugins.short_prompts.scorers import SCORERS
 
     if len(args.shares) > MOST_SHARES:
         raise ConfigError(f"--shares has {len(args.shares)}, expected at most {MOST_SHARES}.")
-    if args.scorer not in SCORERS:
-        raise ConfigError(
-            f"--scorer is {args.scorer!r}, expected one of {', '.join(SCORERS)}."
-            f"{suggest(args.scorer, SCORERS)}"
-        )
+    if args.scorer is not None and not args.shares:
+        raise ConfigError("--scorer needs --shares: 0.7,0.5,0.3 are those that requests may use.")
 
 
-def parts_of(
-    args: argparse.Namespace, contexts: Contexts, prompts: Sequence[Tokens]
-) -> list[list[Tokens]]:
-    """Return what is read of each prompt, for each of the shares that were given."""
+def shortener(args: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
+    """Return the table of ``short_prompts`` to activate: as configured, with the given scorer.
+
+    It is empty if no shares are given.
+    """
+    from llmaas_plugins.config import PluginTable, load_config
+
     if not args.shares:
-        return []
-    from llama_cpp import Llama
-
-    from llmaas_plugins.short_prompts.scorers import SCORERS
-
-    scorer = SCORERS[args.scorer](contexts.by_address)
-    with contextlib.closing(Llama(str(args.model), n_ctx=_N_CTX, verbose=False)) as llama:
-        return shortened_prompts(llama, prompts, args.shares, scorer)
+        return {}
+    table = load_config().plugins.get("short_prompts", PluginTable(True, {}, {}))
+    scorer = {} if args.scorer is None else {"scorer": args.scorer}
+    return {"short_prompts": {**table.values, **scorer}}
 
 
 def shortened_prompts(
-    llama: Any, prompts: Sequence[Tokens], shares: Sequence[float], scorer: Any
+    args: argparse.Namespace, plugin: Any, prompts: Sequence[Tokens]
 ) -> list[list[Tokens]]:
-    """Return what is read of each prompt, for each share.
+    """Return what is read of each prompt, for each of the shares.
 
     A prompt of which no word may be left out stays whole.
 
     Args:
-        llama: The ``llama_cpp.Llama`` that a scorer asks.
+        args: Arguments of the command.
+        plugin: The plugin ``short_prompts``, which is active.
         prompts: Tokens of each prompt.
-        shares: Shares of a prompt's tokens.
-        scorer: Scorer of ``short_prompts``.
     """
-    from llama_cpp import llama_cpp
+    from llama_cpp import Llama
 
-    from llmaas_plugins.short_prompts.budget import budget, shorten
-    from llmaas_plugins.short_prompts.protection import prompt_of
-    from llmaas_plugins.short_prompts.vocabulary import Vocabulary
-
-    vocabulary = Vocabulary(llama_cpp.llama_model_get_vocab(llama.model))
-    found: list[list[Tokens]] = [[] for _ in shares]
-    for tokens in prompts:
-        prompt = prompt_of(tokens, vocabulary)
-        scores = scorer.scores(prompt, llama)
-        for parts, share in zip(found, shares, strict=True):
-            parts.append(shorten(prompt, scores, budget(prompt, share)).tokens)
+    found: list[list[Tokens]] = [[] for _ in args.shares]
+    with (
+        contextlib.closing(Llama(str(args.model), n_ctx=_N_CTX, verbose=False)) as llama,
+        progress_bar(
+            f"choosing words ({plugin.scorer_name(llama)})", "prompt", len(prompts)
+        ) as bar,
+    ):
+        for tokens in prompts:
+            for parts, share in zip(found, args.shares, strict=True):
+                parts.append(plugin.shortened(llama, tokens, share).tokens)
+            bar.update()
     return found
 
 

@@ -15,13 +15,15 @@ from switching import PROMPT, ask
 
 from llmaas_hooks import request_scope, serving_context
 from llmaas_plugins import activate, deadlines, elastic
-from llmaas_plugins.cli.deadlines.shares import shortened_prompts
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.deadlines import answering, answers
 from llmaas_plugins.deadlines.answers import Answers
 from llmaas_plugins.elastic import latency
 from llmaas_plugins.elastic.checkpoint import Checkpoint
+from llmaas_plugins.short_prompts.budget import budget, shorten
+from llmaas_plugins.short_prompts.protection import prompt_of
 from llmaas_plugins.short_prompts.scorers.positions import Last
+from llmaas_plugins.short_prompts.vocabulary import vocabulary_of
 
 LEVELS = (1.0, 0.6, 0.2)
 N_ANSWER = 3
@@ -116,8 +118,10 @@ def test_answers_to_parts_of_prompts_equal_real_ones(learn, model, prompts, caps
     shares = np.zeros(len(settings))
     with served(model) as (_, llama):
         tokens = [np.array(llama.tokenize(one.encode(), True, True)) for one in STORIES]
-        parts = shortened_prompts(llama, tokens, (0.75, 0.5), Last())
-        for whole, *some in zip(tokens, *parts, strict=True):
+        for whole in tokens:
+            prompt = prompt_of(whole, vocabulary_of(llama))
+            scores = Last().scores(prompt, llama)
+            some = [shorten(prompt, scores, budget(prompt, x)).tokens for x in (0.75, 0.5)]
             assert len(whole) > len(some[0]) > len(some[1])
             llama.reset()
             expected = ask(llama, whole.tolist(), N_ANSWER)[0]
@@ -225,9 +229,7 @@ def test_text_is_cut_into_prompts(model, tmp_path, capsys):
         (["--requests", "100001"], "expected at most 100,000"),
         (["--prompts", "missing.jsonl"], "cannot read missing.jsonl"),
         (["--table", "searched"], "no table 'searched'"),
-        (["--shares", "0.5"], "--shares needs --scorer NAME"),
         (["--scorer", "last"], "--scorer needs --shares"),
-        (["--shares", "0.5", "--scorer", "lost"], "Did you mean 'last'?"),
         (
             ["--scorer", "last", "--shares", ",".join(f"0.{i}" for i in range(1, 10))],
             "--shares has 9, expected at most 8",

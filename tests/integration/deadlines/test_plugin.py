@@ -16,7 +16,7 @@ from served import serving
 from switching import PROMPT, ask
 
 from llmaas_hooks import RequestCost, ShorterPrompt, hookimpl, request_scope, serving_context
-from llmaas_plugins import activate, deadlines, elastic
+from llmaas_plugins import activate, deadlines, elastic, short_prompts
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.elastic import latency
 from llmaas_plugins.elastic.latency import latency_path
@@ -25,6 +25,20 @@ from llmaas_plugins.service import LLMService
 
 N = len(PROMPT)
 LONG = [1, *range(300, 379)]
+DAYS = [
+    "Once",
+    "Then",
+    "Later",
+    "Soon",
+    "Often",
+    "Now",
+    "Again",
+    "Here",
+    "There",
+    "Still",
+    "Today",
+    "Alone",
+]
 
 
 @pytest.fixture
@@ -165,6 +179,24 @@ def test_a_prompt_is_shortened_if_no_level_keeps_the_promise(model, start):
     llama.reset()
     with elastic.level(prefill=0.2):
         assert ask(llama, [PROMPT[0], *PROMPT[1 - n_read :]], 3)[0] == answer
+
+
+@pytest.mark.parametrize("share", [None, 0.4])
+def test_short_prompts_reads_what_was_planned(model, start, share):
+    suite, llama, recorder = start(model, short_prompts={"scorer": "last"})
+    text = "\n\n".join(f"{one} a man went to the river and sat on a stone." for one in DAYS)
+    prompt = llama.tokenize(text.encode(), True, True)
+    asked = contextlib.nullcontext() if share is None else short_prompts.share(share)
+    with deadlines.slo(ttft="15 %"), asked, request_scope.noting() as notes:
+        ask(llama, prompt, 2)
+    plan, read = notes["deadlines"]["prompt"], notes["short_prompts"]
+    assert plan["share"] == read["share"] == (share or 0.7)
+    assert plan["left_out"] == len(prompt) - read["tokens_read"] > 0.25 * len(prompt)
+    level = notes["deadlines"]["ttft"]["level"]
+    assert level == (0.2 if share is None else 0.3)  # 0.3 of 40 % is within 15 %, too
+    assert recorder.taken(llama)[0] == (level, read["tokens_read"])
+    assert notes["deadlines"]["infeasible"] == []
+    assert status(suite)["requests"]["shortened"] == 1
 
 
 def test_a_prompt_that_the_app_reads_stays_whole_and_is_judged_as_whole(model, start):

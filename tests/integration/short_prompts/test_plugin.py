@@ -169,7 +169,10 @@ def test_planners_are_offered_shares_that_fit(start):
         with short_prompts.share(one.share):
             greedy(llama, tokens, 1)
         assert 0 <= one.n_tokens - len(recorder.requests[-1].tokens) < 4
-    assert all(found == () for found in costs[1:])  # the app has chosen
+    assert costs[1:] == [(one,) for one in costs[0]]  # the app has chosen
+    with short_prompts.share(1):
+        greedy(llama, tokens, 1)
+    assert costs[-1] == ()
 
 
 def test_cells_are_named_by_what_was_evaluated(start, tmp_path):
