@@ -30,6 +30,7 @@ REPORTS = (
     "llmaas_eval.deadlines.certificate_report",
     "llmaas_eval.deadlines.loaded.kept",
     "llmaas_eval.tasks.report",
+    "llmaas_eval.prompts.narrow_tables",
     "llmaas_eval.pareto.report",
     "llmaas_eval.benchmarks.kv_chunks",
     "llmaas_eval.benchmarks.engine",

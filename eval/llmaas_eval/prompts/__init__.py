@@ -1,0 +1,1 @@
+"""Studies of shorter prompts and narrow prefills (ElastiLM §3.3)."""

@@ -1,0 +1,113 @@
+"""Questions about facts of a conversation, with the distance of each fact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from llmaas_eval.prompts.engine import Engine
+from llmaas_eval.prompts.passages import Passage
+from llmaas_eval.tolerance.recall import Fact, Question, make_alike, make_facts, make_recall
+from llmaas_hooks import Tokens
+
+__all__ = ["PROBES", "Asked", "Context", "Layout", "as_passage", "contexts"]
+
+PROBES: Mapping[str, str] = {"facts": "about different things", "alike": "that resemble each other"}
+"""Probes of recall, and their facts."""
+_MAKERS = {"facts": make_facts, "alike": make_alike}
+
+
+class Layout(NamedTuple):
+    """Sizes of contexts.
+
+    Attributes:
+        n_facts: Number of facts in each.
+        characters: Range of the characters of distraction.
+        longest: Most tokens.
+    """
+
+    n_facts: int
+    characters: tuple[int, int]
+    longest: int
+
+
+class Asked(NamedTuple):
+    """A question after a context.
+
+    Attributes:
+        prompt: Tokens of the question, and of the beginning of its answer.
+        answer: Tokens of the answer, without its full stop.
+        distance: Number of tokens between the statement of the fact and the prompt's end.
+    """
+
+    prompt: Tokens
+    answer: Tokens
+    distance: int
+
+
+class Context(NamedTuple):
+    """A conversation in which facts are stated, and questions about them.
+
+    Attributes:
+        probe: One of ``PROBES``.
+        number: Number of the context.
+        tokens: Tokens of the conversation.
+        asked: Questions; each is asked directly after the conversation.
+    """
+
+    probe: str
+    number: int
+    tokens: Tokens
+    asked: Sequence[Asked]
+
+
+def contexts(
+    engine: Engine, chats: Sequence[Sequence[str]], n: int, layout: Layout
+) -> Iterator[Context]:
+    """Yield ``n`` contexts of each probe; the two probes take turns.
+
+    Args:
+        engine: Engine whose tokens are used.
+        chats: Lines of conversations for distraction.
+        n: Number of contexts of each probe.
+        layout: Sizes of the contexts.
+    """
+    randoms = {probe: Random(f"prompts {probe}") for probe in PROBES}  # noqa: S311 - texts
+    for number in range(n):
+        for probe, random in randoms.items():
+            yield _context(engine, chats, (probe, number), random, layout)
+
+
+def as_passage(context: Context, question: int) -> Passage:
+    """Return a conversation with one question as a prompt, and its answer as the rest."""
+    asked = context.asked[question]
+    prompt = np.concatenate([context.tokens, asked.prompt])
+    return Passage(context.probe, context.number, prompt, len(asked.prompt), asked.answer)
+
+
+def _context(
+    engine: Engine,
+    chats: Sequence[Sequence[str]],
+    name: tuple[str, int],
+    random: Random,
+    layout: Layout,
+) -> Context:
+    while True:
+        facts = _MAKERS[name[0]](random, layout.n_facts)
+        recall = make_recall(random, chats, facts, random.randrange(*layout.characters))
+        tokens = engine.tokens(recall.context)
+        if len(tokens) <= layout.longest:
+            pairs = zip(facts, recall.questions, strict=True)
+            asked = [_asked(engine, recall.context, *pair) for pair in pairs]
+            return Context(*name, tokens, asked)
+
+
+def _asked(engine: Engine, context: str, fact: Fact, question: Question) -> Asked:
+    prompt = engine.tokens(question.prompt)
+    answer = engine.tokens(question.prompt + question.answer)[len(prompt) : -2]
+    end = context.index(f"{fact.stem} {fact.answer}") + len(f"{fact.stem} {fact.answer}")
+    after = engine.tokens(context)[len(engine.tokens(context[:end])) :]
+    return Asked(prompt, answer, len(after) + len(prompt))
