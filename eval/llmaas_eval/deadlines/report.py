@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmaas_eval.deadlines.study import APPS, FASTEST, KINDS, Sample
-from llmaas_eval.tables import Maker, Output, Table, as_markdown
+from llmaas_eval.tables import Maker, NoRowsError, Output, Table, as_markdown, number, percent
 
 __all__ = ["TABLES", "report"]
 
@@ -36,6 +36,31 @@ def _promises(outputs: Sequence[Output]) -> Table:
                 cells += _cells(samples, app, kind, phase)
             lines.append(cells)
     return Table(heads, lines, "lll" + "rrrr" * len(_PHASES))
+
+
+def _shares(outputs: Sequence[Output]) -> Table:
+    """Show which share of a cold prompt requests read, and whether that kept the first token."""
+    samples = [Sample(**row) for output in outputs for row in output["rows"]]
+    if all(one.share == 1 for one in samples):
+        raise NoRowsError("every prompt was read whole")
+    lines = []
+    for app, promise in APPS.items():
+        some = [one for one in samples if (one.app, one.kind, one.phase) == (app, "cold", "ttft")]
+        shortened = [one.share for one in some if one.share < 1]
+        lines.append([
+            app,
+            " / ".join(promise),
+            f"{len(shortened)} of {len(some)}",
+            percent(float(np.median(shortened))) if shortened else "",
+            f"{np.median([one.level for one in some]):.1f}",
+            f"{sum(one.measured_ms <= one.promised_ms for one in some)} of {len(some)}",
+            f"{sum(one.is_feasible for one in some)} of {len(some)}",
+            number(float(np.median([one.promised_ms for one in some])), 0),
+            number(float(np.median([one.measured_ms for one in some])), 0),
+        ])  # fmt: skip
+    heads = ["app", "promise", "prompts shortened", "tokens read", "level", "first token in time",
+             "called feasible", "promised, ms", "measured, ms"]  # fmt: skip
+    return Table(heads, lines, "llrrrrrrr")
 
 
 def _cells(samples: Sequence[Sample], app: str, kind: str, phase: str) -> list[str]:
@@ -81,4 +106,4 @@ def _error(one: Sample) -> float:
     return abs(one.expected_ms - one.measured_ms) / one.measured_ms
 
 
-TABLES: Mapping[str, Maker] = {"deadlines-unloaded": _promises}
+TABLES: Mapping[str, Maker] = {"deadlines-unloaded": _promises, "prompts-unloaded": _shares}

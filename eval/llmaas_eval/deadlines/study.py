@@ -1,7 +1,7 @@
 """Requests of six apps with the promises of ElastiLM's Table 3, one at a time.
 
-Prompts are random tokens, whose values do not affect times. A cold prompt has no cells; of a warm
-one, all but the question is there already, as an app's system prompt is.
+Prompts are pieces of packaged conversations. A cold prompt has no cells; of a warm one, all but the
+question is there already, as an app's system prompt is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from llama_cpp import Llama
 
 from llmaas_hooks import request_scope
 from llmaas_plugins.activation import activate
+from llmaas_plugins.cli.given_text import packaged_conversations
 from llmaas_plugins.deadlines import slo
 
 __all__ = ["APPS", "FASTEST", "KINDS", "Sample", "Setting", "measure"]
@@ -44,12 +45,14 @@ class Setting:
         n_prompt: Tokens of a prompt.
         n_question: Last tokens of the prompt, which are new in each request.
         n_answer: Tokens of an answer.
+        scorer: Scorer of words, if requests may read shorter prompts; else None.
     """
 
     n_requests: int
     n_prompt: int = 200
     n_question: int = 25
     n_answer: int = 16
+    scorer: str | None = None
 
 
 class Sample(NamedTuple):
@@ -64,6 +67,7 @@ class Sample(NamedTuple):
         measured_ms: Measured time.
         level: Level that was used.
         is_feasible: Whether the plan said that the promise will be kept.
+        share: Share of the prompt's tokens that was read.
     """
 
     app: str
@@ -74,6 +78,7 @@ class Sample(NamedTuple):
     measured_ms: float
     level: float
     is_feasible: bool
+    share: float = 1.0
 
 
 def measure(model: Path, setting: Setting, progress: Callable[[], object]) -> list[Sample]:
@@ -88,19 +93,27 @@ def measure(model: Path, setting: Setting, progress: Callable[[], object]) -> li
     apps = {FASTEST: ("1 %", "1 %"), **APPS}
     n_ctx = setting.n_prompt + setting.n_answer + 8
     plugins: dict[str, Any] = {"elastic": {}, "deadlines": {}}
+    if setting.scorer is not None:
+        plugins["short_prompts"] = {"scorer": setting.scorer, "least_tokens": 2}
     samples: list[Sample] = []
     with (
         activate({"on_error": "raise", "plugins": plugins}),
         contextlib.closing(Llama(str(model), n_ctx=n_ctx, verbose=False)) as llama,
     ):
-        system = chance.integers(llama.n_vocab(), size=setting.n_prompt - setting.n_question)
+        text = _text(llama)
+
+        def piece(n_tokens: int) -> list[int]:
+            begin = int(chance.integers(len(text) - n_tokens))
+            return text[begin : begin + n_tokens]
+
+        n_system = setting.n_prompt - setting.n_question
+        system = piece(n_system)
         for _ in range(setting.n_requests):
             for app in chance.permutation(list(apps)):
                 for kind in KINDS:
                     if kind == "cold":
-                        system = chance.permutation(system)
-                    question = chance.integers(llama.n_vocab(), size=setting.n_question)
-                    prompt = [*system.tolist(), *question.tolist()]
+                        system = piece(n_system)
+                    prompt = system + piece(setting.n_question)
                     notes = _served(llama, prompt, apps[app], setting.n_answer)
                     samples += _samples(str(app), kind, notes)
                     progress()
@@ -108,6 +121,13 @@ def measure(model: Path, setting: Setting, progress: Callable[[], object]) -> li
 
 
 # -- inside --------------------------------------------------------------------------------------
+
+
+def _text(llama: Llama) -> list[int]:
+    """Return the tokens of packaged conversations."""
+    talks = "\n".join(packaged_conversations())
+    found: list[int] = llama.tokenize(talks.encode(), add_bos=False)
+    return found
 
 
 def _served(
@@ -119,8 +139,8 @@ def _served(
         for _ in range(n_answer):
             next(tokens)
         tokens.close()
-    found: dict[str, Any] = notes["deadlines"]
-    return found
+    read = notes.get("short_prompts", {"tokens": 1, "tokens_read": 1})
+    return {**notes["deadlines"], "read": read["tokens_read"] / read["tokens"]}
 
 
 def _samples(app: str, kind: str, notes: dict[str, Any]) -> Iterator[Sample]:
@@ -135,4 +155,5 @@ def _samples(app: str, kind: str, notes: dict[str, Any]) -> Iterator[Sample]:
             measured_ms=found["measured_ms"],
             level=found["level"],
             is_feasible=phase not in notes["infeasible"],
+            share=notes["read"],
         )
