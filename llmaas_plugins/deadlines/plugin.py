@@ -101,7 +101,7 @@ class Deadlines:
                 is_certified=found.policy is not None,
             )
             self._planned[_key(request)] = Planned(request, model, question, found, answer)
-            self._tell(model, found, answer)
+            self._tell(model, question, found, answer)
         return None if found.levels == Levels() else self._with_choices(request, found)
 
     @hookimpl
@@ -222,9 +222,9 @@ class Deadlines:
             self._corrections.popitem(last=False)
         return found
 
-    def _tell(self, model: str, found: Plan, answer: AnswerReport) -> None:
+    def _tell(self, model: str, question: Question, found: Plan, answer: AnswerReport) -> None:
         """Log once that a model has no times, and once that a risk cannot be certified."""
-        if found.is_empty:
+        if found.is_empty and (question.promise or not question.cost.levels):
             if (model, "times") in self._told:
                 return
             self._told.add((model, "times"))

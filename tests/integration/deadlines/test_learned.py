@@ -15,6 +15,10 @@ from switching import PROMPT, ask
 
 from llmaas_hooks import request_scope, serving_context
 from llmaas_plugins import activate, deadlines, elastic
+<<<<<<< ours
+=======
+from llmaas_plugins.cli.deadlines import prompts as cut
+>>>>>>> theirs
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.deadlines import answering, answers
 from llmaas_plugins.deadlines.answers import Answers
@@ -219,6 +223,17 @@ def test_text_is_cut_into_prompts(model, tmp_path, capsys):
     command = ["deadlines", "learn", str(model), "--answer-tokens", "2", "--requests", "20"]
     assert main([*command, "--text", str(text)]) == 0
     assert "share of 20 answers whose first 2 tokens" in capsys.readouterr().out
+
+
+def test_longer_prompts_are_cut_to_be_shortened(model, tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(STORIES))
+    monkeypatch.setattr(cut, "trained_context", lambda _: 300)  # so none of 512 tokens
+    command = ["deadlines", "learn", str(model), "--answer-tokens", "1", "--requests", "20"]
+    command += ["--shares", "0.5", "--scorer", "last", "--text", str(text), "--json"]
+    assert main(command) == 0
+    path = Path(json.loads(capsys.readouterr().out)["path"])
+    assert Answers.load(path, path.stem).n_prompt.max() == 1 + 256
 
 
 @pytest.mark.parametrize(

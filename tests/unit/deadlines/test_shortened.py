@@ -198,7 +198,7 @@ def test_the_app_s_own_share_goes_first():
     assert (notes["prompt"]["left_out"], notes["ttft"]["level"]) == (50, 1.0)
 
 
-def test_with_a_limit_of_the_risk_the_prompt_stays_whole(learned):
+def test_with_a_limit_of_the_risk_the_prompt_stays_whole(learned, caplog):
     learned()
     served = Served(max_risk=0.1, answer_tokens=N_ANSWER)
     setting, notes = served.serve("39 ms")
@@ -211,6 +211,7 @@ def test_with_a_limit_of_the_risk_the_prompt_stays_whole(learned):
     _, notes = served.serve(levels=Levels(prompt_share=0.5))
     assert notes["certified_risk"] is None
     assert served.shortener.asked == [0.5]
+    assert "no times were measured" not in caplog.text
 
 
 def test_a_request_is_known_before_and_after_its_prompt_is_shortened():
