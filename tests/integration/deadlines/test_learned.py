@@ -15,10 +15,7 @@ from switching import PROMPT, ask
 
 from llmaas_hooks import request_scope, serving_context
 from llmaas_plugins import activate, deadlines, elastic
-<<<<<<< ours
-=======
 from llmaas_plugins.cli.deadlines import prompts as cut
->>>>>>> theirs
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.deadlines import answering, answers
 from llmaas_plugins.deadlines.answers import Answers
