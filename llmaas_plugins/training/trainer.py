@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ class Settings:
         warm_up: Share of the steps in which the rate rises.
         least: Share of ``rate`` at the end.
         most_norm: Norm to which gradients are clipped.
+        factors: Factors of the rates of some parameters, by their names.
     """
 
     n_steps: int
@@ -55,6 +56,7 @@ class Settings:
     warm_up: float = 0.05
     least: float = 0.05
     most_norm: float = 1.0
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -134,7 +136,7 @@ class _Run:
             name: each for name, each in module.named_parameters() if each.requires_grad
         }
         self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            self._groups(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self._resume()
         self._module = workers.together(module)
@@ -152,7 +154,7 @@ class _Run:
         outputs.backward(gradient)
         self._clip()
         for group in self._optimizer.param_groups:
-            group["lr"] = self._settings.rate_at(self.step)
+            group["lr"] = self._settings.rate_at(self.step) * group["factor"]
         with signals_wait():
             self._optimizer.step()
             self.step += 1
@@ -171,6 +173,13 @@ class _Run:
             write_checkpoint(self._kept.path, self._kept.identity, checkpoint)
         self._kept_step, self._kept_at = self.step, time.monotonic()
         self._wait_s = max(self._kept.every_s, _WRITING_RATIO * (self._kept_at - started))
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameters by the factors of their rates."""
+        groups = dict[float, list[Tensor]]()
+        for name, each in self._parameters.items():
+            groups.setdefault(self._settings.factors.get(name, 1.0), []).append(each)
+        return [{"params": some, "factor": factor} for factor, some in groups.items()]
 
     def _clip(self) -> None:
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.most_norm)

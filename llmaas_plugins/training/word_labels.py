@@ -77,7 +77,8 @@ class Recipe:
     Attributes:
         epochs: How often each text is read.
         n_rows: Windows of a step.
-        rate: Highest learning rate.
+        rate: Highest learning rate of the layers, which are pretrained.
+        linear_rate: Highest learning rate of the linear layer, which is not.
         n_trained: Number of last layers that are trained; 0 trains only the linear layer.
         seed: Seed of the order of windows and of first weights.
     """
@@ -85,6 +86,7 @@ class Recipe:
     epochs: float = 1.0
     n_rows: int = 16
     rate: float = 5e-5
+    linear_rate: float = 2e-2
     n_trained: int = 3
     seed: int = 0
 
@@ -136,11 +138,16 @@ def learn(
         StoreError: The checkpoint cannot be read or written.
     """
     bert = Bert(body, recipe.n_trained, 2, recipe.seed)
+    factor = recipe.linear_rate / recipe.rate
     train(
         _OnRows(bert),
         _loss,
         _SimilarBatches(rows, recipe.n_rows, recipe.seed),
-        Settings(recipe.n_steps(len(rows)), recipe.rate),
+        Settings(
+            recipe.n_steps(len(rows)),
+            recipe.rate,
+            factors={"bert.weight": factor, "bert.bias": factor},
+        ),
         kept=kept,
         progress=lambda n, loss: progress(n // rows.shape[1], loss),
     )

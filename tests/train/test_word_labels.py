@@ -106,6 +106,18 @@ def test_fifty_steps_learn_which_words_are_kept(body, n_trained):
     assert layers == {str(i) for i in range(N_LAYERS - n_trained, N_LAYERS)}
 
 
+def test_the_linear_layer_learns_faster(body):
+    rows = word_labels.examples_of(texts(8), body).training
+    recipe = word_labels.Recipe(rate=1e-4, linear_rate=1e-2, n_trained=1)
+    assert recipe.n_steps(len(rows)) == 1  # Adam's first step is the learning rate
+    before, after = bert.Bert(body, 1, 2), word_labels.learn(body, rows, recipe)
+    moved = np.abs(after.head().weight - before.head().weight)
+    assert moved.max() == pytest.approx(1e-2, rel=0.01)
+    name = "blk.3.ffn_up.weight"
+    moved = np.abs(after.trained_weights()[name] - body.weights[name])
+    assert moved.max() == pytest.approx(1e-4, rel=0.01)
+
+
 def test_batches_read_each_window_once_in_a_turn(body):
     rows = word_labels.examples_of(texts(100), body).training
     rows[:, -1] = np.arange(len(rows))
@@ -199,10 +211,11 @@ def test_a_stopped_command_goes_on(summaries, capsys, monkeypatch):
     monkeypatch.setattr(word_labels, "learn", stopped)
     assert main(command) == 130
     assert "progress was kept; the same command goes on" in capsys.readouterr().err
-    (kept,) = encoder_path("general").parent.glob("general-*.npz")
+    assert main([*command, "--linear"]) == 130
+    assert len(list(encoder_path("general").parent.glob("general-*.npz"))) == 2
     monkeypatch.setattr(word_labels, "learn", learn)
     assert main(command) == 0
-    assert not kept.exists()
+    assert list(encoder_path("general").parent.iterdir()) == [encoder_path("general")]
 
 
 def test_learning_from_a_models_answers(reference_model, tmp_path, capsys):

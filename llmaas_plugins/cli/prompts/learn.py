@@ -200,7 +200,8 @@ def _trained(args: argparse.Namespace, body: Body, examples: Examples, path: Pat
     with progress_bar("learning", "window", n_steps * recipe.n_rows) as bar:
         bert = learn(body, rows, recipe, kept=kept, progress=lambda n, _loss: bar.update(n))
     EncoderFile.write(path, body, bert.trained_weights(), bert.head())
-    kept.path.unlink(missing_ok=True)
+    for progress in path.parent.glob(f"{path.stem}-*.npz"):  # also of other settings: 64 MB each
+        progress.unlink(missing_ok=True)
     return bert
 
 

@@ -19,6 +19,7 @@ from llmaas_hooks import ConfigError
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.short_prompts.encoder.tensors_file import read_tensors
+from llmaas_plugins.short_prompts.encoder.windows import MOST_POSITIONS
 
 __all__ = ["HEAD_WIDTH", "PACKAGE", "Body", "body_folder", "layer_of", "read_body"]
 
@@ -77,7 +78,7 @@ class Body:
     @property
     def n_positions(self) -> int:
         """Most word pieces of a window, with the two that mark its ends."""
-        return len(self.weights["position_embd.weight"])
+        return min(len(self.weights["position_embd.weight"]), MOST_POSITIONS)
 
 
 def layer_of(name: str) -> int:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from llmaas_hooks import ConfigError, forks
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, sync_directory
 from llmaas_plugins.model.gguf_header import GGUFHeader, header_of, parse_header
 from llmaas_plugins.short_prompts.encoder.body import HEAD_WIDTH, Body
+from llmaas_plugins.short_prompts.encoder.windows import MOST_POSITIONS
 
 __all__ = ["DIRECTORY", "GENERAL", "EncoderFile", "Head", "encoder_path", "find_encoder"]
 
@@ -30,7 +32,7 @@ _SPECIAL = {"unknown": "[UNK]", "seperator": "[SEP]", "cls": "[CLS]", "mask": "[
 """Special pieces by llama.cpp's names."""
 _BLANK = "\u2581"
 _MOST_OUTPUTS = 256
-_LEAST_POSITIONS, _MOST_POSITIONS = 128, 8192
+_LEAST_POSITIONS = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,14 +93,15 @@ class EncoderFile:
             raise TypeError("it has no vocabulary")
         if not isinstance(weight, np.ndarray) or not isinstance(bias, np.ndarray):
             raise TypeError("it has no last layer")
-        if not _LEAST_POSITIONS <= n_positions <= _MOST_POSITIONS:
+        if n_positions < _LEAST_POSITIONS:
             raise ValueError(f"its windows have {n_positions} pieces")
         if not 1 <= bias.size <= _MOST_OUTPUTS or weight.size != bias.size * n_embd:
             raise ValueError(f"its last layer has {weight.size} weights and {bias.size} biases")
         if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
             raise ValueError("its last layer has numbers that are not finite")
         head = Head(weight.reshape(bias.size, n_embd).astype(np.float32), bias.astype(np.float32))
-        return cls(head, tuple(map(_as_bert_has_it, tokens)), n_positions, body)
+        vocabulary = tuple(map(_as_bert_has_it, tokens))
+        return cls(head, vocabulary, min(n_positions, MOST_POSITIONS), body)
 
     @staticmethod
     def write(
@@ -193,11 +196,10 @@ def _write(
         os.fsync(file.fileno())
 
 
-def _add_sizes(writer: object, body: Body) -> None:
-    from gguf import GGUFWriter, PoolingType
+def _add_sizes(writer: Any, body: Body) -> None:
+    from gguf import PoolingType
 
-    assert isinstance(writer, GGUFWriter)
-    writer.add_context_length(body.n_positions)
+    writer.add_context_length(len(body.weights["position_embd.weight"]))
     writer.add_embedding_length(body.n_embd)
     writer.add_feed_forward_length(len(body.weights["blk.0.ffn_up.weight"]))
     writer.add_block_count(body.n_layers)
@@ -207,10 +209,9 @@ def _add_sizes(writer: object, body: Body) -> None:
     writer.add_pooling_type(PoolingType.NONE)
 
 
-def _add_vocabulary(writer: object, vocabulary: Sequence[str]) -> None:
-    from gguf import GGUFWriter, TokenType
+def _add_vocabulary(writer: Any, vocabulary: Sequence[str]) -> None:
+    from gguf import TokenType
 
-    assert isinstance(writer, GGUFWriter)
     kinds = [TokenType.CONTROL if _is_special(piece) else TokenType.NORMAL for piece in vocabulary]
     writer.add_tokenizer_model("bert")
     writer.add_token_type_count(2)

@@ -39,10 +39,17 @@ class Outputs:
         if self._ctx is None:
             llama_cpp.llama_model_free(self._model)
             raise LlmaasError("no memory for the encoder's context. Close other programs.")
+        self._n_threads = n_threads
         self._n_embd = int(llama_cpp.llama_model_n_embd(self._model))
         self._batch = llama_cpp.llama_batch_init(n_positions, 0, 1)
         self._ids = as_array(self._batch.token, shape=(n_positions,))
         self._fill(n_positions)
+
+    def use_threads(self, n_threads: int) -> None:
+        """Compute with another number of threads from now on."""
+        if n_threads != self._n_threads:
+            llama_cpp.llama_set_n_threads(self._ctx, n_threads, n_threads)
+            self._n_threads = n_threads
 
     def of(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the last layer's outputs of a window, shape ``(n, n_embd)``.

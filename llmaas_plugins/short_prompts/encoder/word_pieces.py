@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,11 @@ from llmaas_hooks import ConfigError
 
 __all__ = ["Pieces", "WordPieces"]
 
-_MOST_KNOWN, _MOST_KEPT = 1 << 16, 64
+_MOST_KNOWN, _MOST_KEPT = 1 << 14, 64
 """Most words whose pieces are kept, and most characters of such a word."""
 _MOST_LETTERS = 100
 """Longest run of letters that is divided; a longer one is unknown, as in BERT."""
+_ASCII_RUN = re.compile(r"[a-z0-9]+|[^a-z0-9 ]")
 _CJK = (
     *((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F)),
     *((0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)),
@@ -97,10 +99,17 @@ class WordPieces:
 # -- inside --------------------------------------------------------------------------------------
 
 
-def _runs(text: str) -> Iterator[str]:
-    """Yield runs of letters without accents, and single characters of other kinds."""
+def _runs(text: str) -> Iterable[str]:
+    """Return runs of letters without accents, and single characters of other kinds."""
+    plain = text.strip().lower()
+    if plain.isascii() and plain.isprintable():  # as most words are
+        return _ASCII_RUN.findall(plain)
+    return _unicode_runs(plain)
+
+
+def _unicode_runs(text: str) -> Iterator[str]:
     run = list[str]()
-    for character in unicodedata.normalize("NFD", text.lower()):
+    for character in unicodedata.normalize("NFD", text):
         kind = _kind(character)
         if kind == _LETTER:
             run.append(character)

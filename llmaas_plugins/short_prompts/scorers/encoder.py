@@ -21,7 +21,7 @@ __all__ = ["EncoderScorer", "word_scores"]
 
 _RETAIN = 1
 """Row of the last layer that stands for keeping; the other one is 0."""
-_FIRST_SECONDS = 1e-4
+_FIRST_SECONDS = 3e-4
 """Seconds a token until a prompt was measured."""
 
 
@@ -38,7 +38,7 @@ class EncoderScorer(forks.Forked):
 
         Args:
             path: Path of the file.
-            n_threads: Number of threads; 0 takes that of the model that reads the prompt.
+            n_threads: Number of threads; 0 takes those with which the model reads prompts.
         """
         self._path, self._n_threads = path, n_threads
         self._lock = forks.lock()
@@ -58,7 +58,7 @@ class EncoderScorer(forks.Forked):
             LlmaasError: The scorer is closed, or llama.cpp reports an error.
         """
         with self._lock:
-            loaded = self._load(self._n_threads or int(llama.n_threads))
+            loaded = self._load(self._n_threads or int(llama.n_threads_batch))
             started = time.perf_counter()
             found = loaded.scores(prompt.words)
             if len(prompt.tokens):
@@ -91,6 +91,7 @@ class EncoderScorer(forks.Forked):
             raise LlmaasError(f"the encoder {self._path} is closed; activate the suite again.")
         if self._loaded is None:
             self._loaded = _Loaded(self._path, n_threads)
+        self._loaded.outputs.use_threads(n_threads)  # a forked child may only use one
         return self._loaded
 
 

@@ -21,7 +21,7 @@ from llmaas_plugins.short_prompts.encoder.windows import windows_of
 from llmaas_plugins.short_prompts.encoder.word_pieces import WordPieces
 from llmaas_plugins.short_prompts.scorers.encoder import EncoderScorer
 
-LLAMA = SimpleNamespace(n_threads=1)
+LLAMA = SimpleNamespace(n_threads_batch=1)
 WORDS = ["The", " red", " bus", " leaves", " from", " platform", " 99", ".", " ", "trains", "!"]
 HEAD = Head(
     np.random.default_rng(7).standard_normal((2, N_EMBD)).astype(np.float32) / 4,
@@ -133,8 +133,8 @@ def test_threads_get_the_scores_of_their_own_texts(scorer):
         np.testing.assert_array_equal(found[i], scores)
 
 
-def test_a_forked_child_scores_too(scorer):
-    expected = scorer.scores(prompt_of(WORDS), LLAMA)
+def test_a_forked_child_scores_with_one_thread(scorer):
+    expected = scorer.scores(prompt_of(WORDS), SimpleNamespace(n_threads_batch=2))
     child = os.fork()
     if child == 0:
         found = scorer.scores(prompt_of(WORDS), LLAMA)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_encoders import VOCABULARY
 
 from llmaas_hooks import ConfigError
@@ -37,6 +39,7 @@ def names(pieces, *words):
         ("bus's", ["bus", "'", "[UNK]"]),
         ("trainq", ["[UNK]"]),
         ("\u6f22\u5b57", ["\u6f22", "\u5b57"]),
+        ("bu\x00s the", ["bus", "the"]),
         ("bu\u200bs", ["bus"]),  # control characters vanish
         ("the\u00a0bus", ["the", "bus"]),
         ("", []),
@@ -56,6 +59,12 @@ def test_pieces_belong_to_their_words(pieces):
     assert none.ids.tolist() == []
     assert none.starts.tolist() == [0]
     assert none.ids.dtype == np.int32
+
+
+@given(st.text(st.characters(max_codepoint=127), max_size=12))
+def test_ascii_is_divided_as_unicode_is(text):
+    found = list(word_pieces._runs(text))
+    assert found == list(word_pieces._unicode_runs(text.lower()))
 
 
 def test_few_short_words_are_remembered(pieces, monkeypatch):
