@@ -16,6 +16,7 @@ from llmaas_plugins.short_prompts.encoder.outputs import Outputs
 from llmaas_plugins.short_prompts.encoder.windows import windows_of
 from llmaas_plugins.short_prompts.encoder.word_pieces import Pieces, WordPieces
 from llmaas_plugins.short_prompts.scorer import Prompt
+from llmaas_plugins.short_prompts.scorers.seconds import MeasuredSeconds
 
 __all__ = ["EncoderScorer", "word_scores"]
 
@@ -44,7 +45,7 @@ class EncoderScorer(forks.Forked):
         self._lock = forks.lock()
         self._loaded: _Loaded | None = None
         self._is_closed = False
-        self._each_s = _FIRST_SECONDS
+        self._seconds = MeasuredSeconds(_FIRST_SECONDS)
         forks.watch(self)
 
     def scores(self, prompt: Prompt, llama: Any) -> NDArray[np.float32]:
@@ -61,13 +62,12 @@ class EncoderScorer(forks.Forked):
             loaded = self._load(self._n_threads or int(llama.n_threads_batch))
             started = time.perf_counter()
             found = loaded.scores(prompt.words)
-            if len(prompt.tokens):
-                self._each_s = (time.perf_counter() - started) / len(prompt.tokens)
+            self._seconds.add(len(prompt.tokens), time.perf_counter() - started)
         return found
 
     def seconds(self, n_tokens: int) -> float:
-        """Return about how long a prompt of so many tokens takes, judged by the last one."""
-        return n_tokens * self._each_s
+        """Return about how long a prompt of so many tokens takes."""
+        return self._seconds.at(n_tokens)
 
     def close(self) -> None:
         """Free the encoder; closing it again does nothing."""

@@ -15,10 +15,10 @@ _N_TIMES = 32
 class MeasuredSeconds:
     """Straight line through the times of the last prompts."""
 
-    def __init__(self) -> None:
-        """Start without times."""
+    def __init__(self, first_s: float = 0.0) -> None:
+        """Start without times; ``first_s`` are the seconds of a token until there are some."""
         self._times: deque[tuple[int, float]] = deque(maxlen=_N_TIMES)
-        self._line = (0.0, 0.0)
+        self._line = (0.0, first_s)
 
     def add(self, n_tokens: int, seconds: float) -> None:
         """Record the time of a prompt."""
@@ -34,6 +34,6 @@ class MeasuredSeconds:
         self._line = start, slope
 
     def at(self, n_tokens: int) -> float:
-        """Return about how long a prompt takes; 0 before the first one."""
+        """Return about how long a prompt takes."""
         start, slope = self._line
         return start + slope * n_tokens
