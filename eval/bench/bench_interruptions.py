@@ -17,6 +17,8 @@ from llmaas_plugins import activate
 
 N_CONTEXT = 2000
 N_INTERRUPTIONS = 200
+N_CELLS = 2560
+"""Cells of the engine: with ``lossless``, 256 at least for the request that interrupts."""
 KINDS = {
     "tolerance": {"codec": "tolerance"},
     "lossless": {"codec": "lossless"},
@@ -74,7 +76,7 @@ def bench_leave_and_enter(model_1b, benchmark, kind, tmp_path):
     n_tokens = repeats(N_INTERRUPTIONS)
     with (
         activate(config, {"interrupter": plugin}),
-        contextlib.closing(Llama(str(model_1b), n_ctx=2304, verbose=False)) as llama,
+        contextlib.closing(Llama(str(model_1b), n_ctx=N_CELLS, verbose=False)) as llama,
         serving_context(None, "mail"),
     ):
         prompt = np.random.default_rng(0).integers(300, 1000, N_CONTEXT)

@@ -248,6 +248,7 @@ class ContextCreate:
         why_no_seats: Why none can lie aside; None if nothing is known against it.
         is_own: Whether a plugin makes the context for itself (``own_models.own_contexts``). It
             serves no requests.
+        takes_turns: Whether requests on the context may be interrupted (``llmaas_turn``).
     """
 
     model: int
@@ -258,6 +259,7 @@ class ContextCreate:
     n_seats: int = 0
     why_no_seats: str | None = None
     is_own: bool = False
+    takes_turns: bool = False
 
 
 class DecodeStep(NamedTuple):

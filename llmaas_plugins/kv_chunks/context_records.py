@@ -33,10 +33,17 @@ class ContextRecords:
         self._reasons: dict[int, str | None] = {}
         self._rotations_off: dict[int, bool] = {}
         self._refused_models: WeakKeyDictionary[ModelLoad, str] = WeakKeyDictionary()
-        self._with_spare: set[int] = set()
+        self._with_others: set[int] = set()
+        self._parking: set[int] = set()
 
     def add(
-        self, ctx: int, load: ModelLoad | None, reason: str | None, *, rotation_off: bool
+        self,
+        ctx: int,
+        load: ModelLoad | None,
+        reason: str | None,
+        *,
+        rotation_off: bool,
+        parks: bool,
     ) -> str | None:
         """Record a new context.
 
@@ -45,6 +52,7 @@ class ContextRecords:
             load: How its model was opened; None if that was before the activation.
             reason: Why the context is not served, judging by its parameters, or None.
             rotation_off: Whether llama.cpp was told not to rotate the cells' values.
+            parks: Whether the context has the sequences of parked contexts.
 
         Returns:
             Why the context is not served, judging also by its cells, or None.
@@ -54,7 +62,9 @@ class ContextRecords:
             self._reasons[ctx] = found
             self._rotations_off[ctx] = rotation_off
             if found is None and llama_cpp.llama_n_seq_max(ctx) > SEQUENCES:
-                self._with_spare.add(ctx)
+                self._with_others.add(ctx)
+            if found is None and parks:
+                self._parking.add(ctx)
             if found is not None and load is not None:
                 # the context may now be recreated without a check, at another address
                 self._refused_models[load] = found
@@ -65,11 +75,16 @@ class ContextRecords:
         with self._lock:
             self._reasons.pop(ctx, None)
             self._rotations_off.pop(ctx, None)
-            self._with_spare.discard(ctx)
+            self._with_others.discard(ctx)
+            self._parking.discard(ctx)
 
-    def has_spare(self, ctx: int) -> bool:
-        """Return whether a context has spare cells for parked contexts."""
-        return ctx in self._with_spare
+    def has_others(self, ctx: int) -> bool:
+        """Return whether a context's cells can be those of several requests."""
+        return ctx in self._with_others
+
+    def parks(self, ctx: int) -> bool:
+        """Return whether a context has the sequences of parked contexts."""
+        return ctx in self._parking
 
     def why_unserved(self, engine: Engine) -> str | None:
         """Return why an engine cannot be served, judging by how its context was made, or None."""

@@ -84,8 +84,13 @@ def spare_cells(create: ContextCreate, wanted: int) -> int:
     return wanted // _STEP * _STEP
 
 
-def request_cells(create: ContextCreate, n_parked: int, codec: str) -> None:
-    """Ask for the scratch sequence, and for cells of parked contexts and of requests aside."""
+def request_cells(create: ContextCreate, n_parked: int, codec: str) -> bool:
+    """Ask for the scratch sequence, and for cells of parked contexts and of requests aside.
+
+    Returns:
+        Whether the context has the sequences of parked contexts. One without cells for these has
+        them if its requests may be interrupted (``UnusedCells``).
+    """
     if create.why_no_seats is None and create.wants_seats:
         create.why_no_seats = _why_no_seats(create, n_parked, codec)
     create.n_seats = 0 if create.why_no_seats else create.wants_seats
@@ -94,9 +99,20 @@ def request_cells(create: ContextCreate, n_parked: int, codec: str) -> None:
     if n_spare or n_aside:
         n_ctx = create.params.n_ctx or llama_cpp.llama_model_n_ctx_train(create.model)
         create.params.n_ctx = n_ctx + n_spare + n_aside
-    n_sequences = PARKED_SEQUENCES.stop if n_spare else SEQUENCES
-    create.params.n_seq_max = n_sequences + create.n_seats
+    parks = n_spare > 0 or _keeps_interrupted(create)
+    create.params.n_seq_max = (PARKED_SEQUENCES.stop if parks else SEQUENCES) + create.n_seats
     create.params.kv_unified = True
+    return parks
+
+
+def _keeps_interrupted(create: ContextCreate) -> bool:
+    """Return whether interrupted requests stay in the cells that others of a context do not need.
+
+    Where requests lie aside, each has cells of its own.
+    """
+    has_window = _window(create.model) > 0
+    is_wide = _batch_tokens(create) >= PARKED_SEQUENCES.stop
+    return create.takes_turns and is_wide and not (create.n_seats or has_window)
 
 
 def _why_no_seats(create: ContextCreate, n_parked: int, codec: str) -> str | None:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from llama_cpp import llama_cpp
+
 from llmaas_hooks import (
     BudgetError,
-    CellMemory,
     ContextCreate,
     DecodeStep,
     Engine,
@@ -38,9 +39,9 @@ from llmaas_plugins.kv_chunks.config import KVChunksConfig
 from llmaas_plugins.kv_chunks.context_places import context_places
 from llmaas_plugins.kv_chunks.context_records import ContextRecords, alteration
 from llmaas_plugins.kv_chunks.eligibility import request_cells, why_unserved
-from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.wanted_cells import may_park, wanted_tokens
+from llmaas_plugins.kv_chunks.parking.unused_cells import cells_for
+from llmaas_plugins.kv_chunks.parking.wanted_cells import wanted_tokens
 from llmaas_plugins.kv_chunks.plugin_counters import PluginCounters
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
@@ -51,7 +52,6 @@ from llmaas_plugins.kv_chunks.transfer.pipeline import Workers
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
 from llmaas_plugins.kv_chunks.transfer.transfer import Transfer
 from llmaas_plugins.lazy import lazy
-from llmaas_plugins.model.cell_sizes import token_bytes
 from llmaas_plugins.model.digest import begin_digest, changed_in_place
 from llmaas_plugins.model.identity import hashed, is_rotation_off
 from llmaas_plugins.signals import signals_wait
@@ -85,9 +85,6 @@ class KVChunks:
         self._natives: dict[int, NativeContext] = {}
         self._counters = PluginCounters()
         self._background_failures = FailureLog(_log)
-        self._uses_native_context = config.codec == "tolerance" or may_park(config)
-        if not self._uses_native_context:
-            self.llmaas_native_context = None  # type: ignore[method-assign,assignment]
 
     # -- hooks ----------------------------------------------------------------------------------
 
@@ -96,19 +93,22 @@ class KVChunks:
         """Add the scratch sequence and spare cells to contexts that can be served."""
         if create.is_own:
             return
-        reason = why_unserved(create)
+        reason, parks = why_unserved(create), False
         if reason is None:
             try:
                 self._open()  # fail before the context exists
             except Exception:
                 create.checks.append(self._context_check(create.load, "its store is not open"))
                 raise
-            request_cells(create, wanted_tokens(create, self._config), self._config.codec)
+            n_parked = wanted_tokens(create, self._config)
+            parks = request_cells(create, n_parked, self._config.codec)
             if create.load is not None:
                 self._records.digests[create.load] = begin_digest(create.load.files)  # needed soon
-        create.checks.append(self._context_check(create.load, reason))
+        create.checks.append(self._context_check(create.load, reason, parks=parks))
 
-    def _context_check(self, load: ModelLoad | None, reason: str | None) -> Callable[[int], bool]:
+    def _context_check(
+        self, load: ModelLoad | None, reason: str | None, *, parks: bool = False
+    ) -> Callable[[int], bool]:
         """Return a check that records whether a new context is served.
 
         The check returns False if only the new context's cells show that it cannot be served.
@@ -116,7 +116,7 @@ class KVChunks:
         rotation_off = is_rotation_off()
 
         def made(ctx: int) -> bool:
-            found = self._records.add(ctx, load, reason, rotation_off=rotation_off)
+            found = self._records.add(ctx, load, reason, rotation_off=rotation_off, parks=parks)
             if found is not None:
                 self._log_refusal("a model" if load is None else load.path, found)
             return found == reason
@@ -127,9 +127,10 @@ class KVChunks:
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Remember the native context; release the memory of all cells if there are spare ones."""
         self._natives[context.ctx] = context
-        if self._records.has_spare(context.ctx):
-            context.cells().release()
+        if self._records.has_others(context.ctx):
             context.narrow_attention = True  # skips the cells of parked contexts
+            if context.cells().n > llama_cpp.llama_n_ctx(context.ctx):  # the app's own number
+                context.cells().release()
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
@@ -180,7 +181,7 @@ class KVChunks:
         transfer = None if engine.alteration is not None else self._identified(engine)
         if transfer is None or _NAME in request.declined or len(tokens) < CHUNK_TOKENS:
             return
-        if not is_over and transfer.may_save_later(tokens, request.app):
+        if not is_over and transfer.interrupt(tokens, request.context_id, request.app):
             return
 
         def swap_out() -> None:
@@ -275,7 +276,7 @@ class KVChunks:
 
     @lazy
     def _staging(self) -> Staging:
-        if self._uses_native_context:  # few cells go through the buffers
+        if self._natives:  # few cells go through the buffers
             return Staging(self._store.space, _SMALL_SEGMENT_BYTES)
         return Staging(self._store.space)
 
@@ -348,14 +349,18 @@ class KVChunks:
         config, native = self._config, self._natives.get(engine.ctx)
         has_levels = config.codec == "tolerance"
         memory = None if native is None else native.cells()
-        parking = ParkedContexts(engine) if engine.n_spare else None
+        parking, space = None, self._store.space
+        is_exact = config.codec == "lossless" and not engine.n_spare
+        if engine.n_spare or self._records.parks(engine.ctx):
+            parking = ParkedContexts(engine, only_interrupted=not engine.n_spare)
         return TransferParts(
             store=self._store,
             codec=_CODECS[config.codec],
             bit_allocator=self._bit_allocator(),
             attention=ChunkAttention(native) if has_levels and native is not None else None,
             parking=parking,
-            spare=None if parking is None else self._spare(engine, parking, memory),
+            spare=cells_for(engine, parking, space, memory, is_exact=is_exact),
+            is_exact=is_exact,
             memory=memory,
             recomputes=config.recompute,
             staging=self._staging,
@@ -367,12 +372,6 @@ class KVChunks:
         if config.codec != "tolerance":
             return None
         return BitAllocator(self._store, config.levels, config.ratio_global)
-
-    def _spare(
-        self, engine: Engine, parking: ParkedContexts, memory: CellMemory | None
-    ) -> ParkedCellBudget:
-        n_bytes = token_bytes(engine.model, engine.llama.context_params)
-        return ParkedCellBudget(engine, parking, self._store.space, memory, n_bytes)
 
     def _flush(self) -> None:
         try:

@@ -215,7 +215,12 @@ class CellTracker:
             the app did not ask for, 1 if the context of the app's size is full.
         """
         if self.is_evaluating:
-            return int(self.n_spare > 0 and self._is_full(batch, n_tokens))
+            if self.n_spare > 0:
+                return int(self._is_full(batch, n_tokens))
+            if self.parked and not self._has_room(batch, n_tokens):
+                self.give_up_parked()
+            return 0
+        self.give_up_own()
         if self.hides and not (self.is_lent or self._takes(batch, n_tokens)):
             return -1
         positions = batch.pos
@@ -246,6 +251,13 @@ class CellTracker:
         Only for ``Llama``'s own batches it is certain that every earlier position has a cell.
         """
         return n_tokens > 0 and bool(batch.pos[n_tokens - 1] >= self.app_n_ctx)
+
+    def _has_room(self, batch: Any, n_tokens: int) -> bool:
+        """Return whether ``Llama`` and all parked sequences fit into the app's own cells."""
+        memory = self.handles[-1]
+        ends = (llama_cpp.llama_memory_seq_pos_max(memory, sequence) for sequence in self.parked)
+        n_parked = sum(end + 1 for end in ends)
+        return n_tokens == 0 or bool(batch.pos[n_tokens - 1] < self.app_n_ctx - n_parked)
 
     def saved(self, n_tokens: int) -> Known:
         """Return facts about a state of this context with ``n_tokens`` tokens."""
@@ -284,6 +296,11 @@ class CellTracker:
             for sequence in tuple(self.parked):
                 llama_cpp.llama_memory_seq_rm(self.handles[-1], sequence, -1, -1)
                 self.parked.discard(sequence)  # last: Ctrl-C may come in between
+
+    def give_up_own(self) -> None:
+        """Free plugins' sequences in the app's own cells, which the app is about to use itself."""
+        if self.parked and not (self.n_spare or self.is_lent):
+            self.give_up_parked()
 
     @contextmanager
     def in_call(self) -> Iterator[None]:

@@ -30,7 +30,13 @@ from llmaas_patches.wrappers.contexts import (
     wrap_n_seq_max,
 )
 from llmaas_patches.wrappers.decoding import wrap_decode, wrap_process, wrap_sample
-from llmaas_patches.wrappers.hidden import around_clear, around_keep, around_named, around_remove
+from llmaas_patches.wrappers.hidden import (
+    around_clear,
+    around_keep,
+    around_load,
+    around_named,
+    around_remove,
+)
 from llmaas_patches.wrappers.models import (
     wrap_free_model,
     wrap_load_adapter,
@@ -113,17 +119,17 @@ _CHANGING: dict[str, tuple[tuple[str, ...], Change, Around]] = {
     "llama_state_seq_set_data": (
         ("ctx", "src", "size", "dest_seq_id"),
         _load,
-        around_named(3),
+        around_load(3),
     ),
     "llama_state_seq_set_data_ext": (
         ("ctx", "src", "size", "dest_seq_id"),
         _load,
-        around_named(3),
+        around_load(3),
     ),
     "llama_state_seq_load_file": (
         ("ctx", "filepath", "dest_seq_id"),
         _load_file,
-        around_named(2),
+        around_load(2),
     ),
 }
 

@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from llmaas_hooks import Engine, Tokens, common_prefix
-from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SCRATCH_SEQUENCE
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 
 __all__ = ["ParkedContexts", "ResumedContext"]
@@ -90,9 +90,15 @@ class ParkedContexts:
         limit: Cells that parked contexts may use after the next ``switch``.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """Attach to an engine without keeping a reference to it."""
+    def __init__(self, engine: Engine, *, only_interrupted: bool = False) -> None:
+        """Attach to an engine without keeping a reference to it.
+
+        Args:
+            engine: Engine that has the cells.
+            only_interrupted: Whether only contexts of interrupted requests are parked.
+        """
         self._memory = llama_cpp.llama_get_memory(engine.ctx)
+        self._only_interrupted = only_interrupted
         self.limit = engine.n_spare
         self._sequences = engine.parked
         self._contexts: list[_ParkedContext] = []  # least recently used first
@@ -100,13 +106,15 @@ class ParkedContexts:
         self._n_cells = 0
         self._n_parked = self._n_resumed = self._n_resumed_tokens = self._n_freed = 0
 
-    def switch(
+    def switch(  # noqa: PLR0913  two contexts
         self,
         prompt: Tokens,
         resident: Tokens,
         cells: Callable[[int], NDArray[np.int32] | None] = lambda _: None,
         root: bytes = b"",
         resident_root: bytes | None = None,
+        *,
+        is_interrupted: bool = False,
     ) -> ResumedContext | None:
         """Park the context in sequence 0, and resume the parked context that best fits the prompt.
 
@@ -116,6 +124,7 @@ class ParkedContexts:
             cells: Function that returns the cells of sequence 0's first tokens, or None.
             root: Root of the prompt's chain of chunks. Contexts with another root stay parked.
             resident_root: Root of the resident tokens' chain; None means ``root``.
+            is_interrupted: Whether the resident tokens are of a request that will go on.
 
         Returns:
             The leading tokens of the prompt, which sequence 0 now holds and nothing else. None if
@@ -132,11 +141,22 @@ class ParkedContexts:
             best = None
         if best is not None:
             self._touch(best)
-        if len(resident) - n_common >= CHUNK_TOKENS and len(resident) <= self.limit:
+        n_least = 1 if is_interrupted else CHUNK_TOKENS
+        is_wanted = is_interrupted or not self._only_interrupted
+        if is_wanted and len(resident) - n_common >= n_least and len(resident) <= self.limit:
             self._park(resident, cells, resident_root)
         resumed = None if best is None else self._resume(best, n_best)
         self._evict_over_limit()
         return resumed
+
+    def extend(self, positions: range) -> None:
+        """Give the scratch sequence's cells, which nothing uses, to the last parked context.
+
+        Args:
+            positions: Their positions, after the context's own.
+        """
+        self._label(SCRATCH_SEQUENCE, self._contexts[-1].sequence, positions.start, positions.stop)
+        self._drop(SCRATCH_SEQUENCE, 0)
 
     def clear_later(self) -> None:
         """Make the next ``switch`` free all parked contexts first. Callable from any thread."""
@@ -158,6 +178,11 @@ class ParkedContexts:
     def n_cells(self) -> int:
         """Number of cells that parked contexts use."""
         return self._n_cells if self._sequences else 0
+
+    @property
+    def n_given_up(self) -> int:
+        """Number of contexts whose cells the host freed."""
+        return self._n_freed
 
     def stats(self) -> dict[str, int]:
         """Return counters for the plugin's status."""

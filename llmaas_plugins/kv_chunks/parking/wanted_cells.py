@@ -14,18 +14,13 @@ if TYPE_CHECKING:
     from llmaas_hooks import ContextCreate
     from llmaas_plugins.kv_chunks.config import KVChunksConfig
 
-__all__ = ["may_park", "wanted_tokens"]
+__all__ = ["wanted_tokens"]
 
 _CONTEXTS = 3
 """Inactive contexts that get cells if the user named no number."""
 _SHARE = 0.25
 """Most of the free memory that may be needed for the cells; the RAM tier holds more with it."""
 _SCORE_BYTES = 4
-
-
-def may_park(config: KVChunksConfig) -> bool:
-    """Return whether any engine gets spare cells."""
-    return config.parked_tokens != 0 if _is_asked(config) else _parks_by_itself(config)
 
 
 def wanted_tokens(create: ContextCreate, config: KVChunksConfig) -> int:

@@ -185,6 +185,7 @@ class CellLoader:
             n_sound = load_into_cells(load, chunks, row_addresses, self._workers.load)
             n_sound_tokens = count_tokens(chunks[:n_sound])
             n_tokens = min(n_sound_tokens, n_prompt - kept)
+            self._failures.worked()
         self._cells.truncate(kept + n_tokens)
         return n_tokens
 

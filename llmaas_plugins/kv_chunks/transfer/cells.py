@@ -15,7 +15,10 @@ from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from llmaas_hooks import CellMemory
+from llmaas_plugins import _native
+from llmaas_plugins._native import KVGeometry
 from llmaas_plugins.kv_chunks.parking.sequences import SCRATCH_SEQUENCE
+from llmaas_plugins.kv_chunks.store.huge_pages import map_small_pages
 
 __all__ = ["KVCells"]
 
@@ -94,6 +97,24 @@ class KVCells:
             llama_cpp.llama_memory_seq_cp(self._memory, SCRATCH_SEQUENCE, _APP, -1, -1)
             self._clear_scratch()
         return row_addresses
+
+    def label_scratch(self, memory: CellMemory, geometry: KVGeometry, positions: range) -> bool:
+        """Give free cells to the scratch sequence, unwritten; return False if that is impossible.
+
+        Args:
+            memory: Memory of the cells.
+            geometry: Layout of the cells.
+            positions: Positions of these cells.
+        """
+        try:
+            blob = map_small_pages(_native.blob_size(geometry, len(positions)))
+        except OSError:  # the system limits address space
+            return False
+        _native.blob_init(geometry, blob, positions)
+        if memory.land(blob, SCRATCH_SEQUENCE, geometry.n_planes) is not None:
+            return True
+        self._clear_scratch()
+        return False
 
     def finish(self) -> None:
         """Empty the scratch sequence after the last ``append``."""

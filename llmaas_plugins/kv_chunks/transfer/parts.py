@@ -10,6 +10,7 @@ from llmaas_plugins.kv_chunks.compression.attention import ChunkAttention
 from llmaas_plugins.kv_chunks.compression.bit_allocator import BitAllocator
 from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
+from llmaas_plugins.kv_chunks.parking.unused_cells import UnusedCells
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.transfer.pipeline import Workers
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
@@ -25,8 +26,9 @@ class TransferParts(NamedTuple):
         codec: Encoding of new chunks.
         bit_allocator: Choice of their bits; None if the codec has no levels.
         attention: Attention that the chunks receive; None if it is not measured.
-        parking: Contexts that stay in the engine; None without spare cells.
-        spare: Memory of the spare cells; None without spare cells.
+        parking: Contexts that stay in the engine; None if none can.
+        spare: Cells in which they stay; None if there are none.
+        is_exact: Whether requests give the bits that they would give without the others.
         memory: Memory of the engine's cells; None if it cannot be written directly.
         recomputes: Whether chunks that are slow to read may be recomputed instead.
         staging: Transfer buffers.
@@ -38,7 +40,8 @@ class TransferParts(NamedTuple):
     bit_allocator: BitAllocator | None
     attention: ChunkAttention | None
     parking: ParkedContexts | None
-    spare: ParkedCellBudget | None
+    spare: ParkedCellBudget | UnusedCells | None
+    is_exact: bool
     memory: CellMemory | None
     recomputes: bool
     staging: Staging

@@ -14,6 +14,7 @@ from llmaas_hooks import Engine, Request, RequestCost, Tokens, common_prefix
 from llmaas_plugins import process_memory
 from llmaas_plugins.kv_chunks.compression.attention import AsideAttention
 from llmaas_plugins.kv_chunks.compression.bit_allocator import AttentionSums
+from llmaas_plugins.kv_chunks.parking.unused_cells import ALIGNMENT
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, chain, chunk_key
 from llmaas_plugins.kv_chunks.store.tree import PrefixMatch
 from llmaas_plugins.kv_chunks.transfer.cell_layout import CellLayout
@@ -21,13 +22,12 @@ from llmaas_plugins.kv_chunks.transfer.cell_loader import CellLoader, LoadResult
 from llmaas_plugins.kv_chunks.transfer.cells import KVCells
 from llmaas_plugins.kv_chunks.transfer.chunk_saver import ChunkSaver
 from llmaas_plugins.kv_chunks.transfer.cost_profile import CostProfile
+from llmaas_plugins.kv_chunks.transfer.interruptions import Interruptions
 from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
 
 __all__ = ["Transfer"]
 
 _LEAST_GAIN = CHUNK_TOKENS // 2
-_MOST_UNSAVED = 128
-"""Tokens of an interrupted request that may be evaluated again if its parked cells are lost."""
 
 
 class Transfer:
@@ -59,6 +59,9 @@ class Transfer:
         self._aside: weakref.WeakKeyDictionary[Request, AsideAttention] = (
             weakref.WeakKeyDictionary()
         )
+        self._counted: dict[bytes, AsideAttention] = {}  # by the tokens of parked requests
+        self._interruptions = Interruptions(parts.parking, is_exact=parts.is_exact)
+        self._is_exact, self._memory = parts.is_exact, parts.memory
         self._wanted = range(0)  # chunks that the last request could use again
         self._owner = object()  # identifies this engine's working set
         weakref.finalize(self, self._store.space.close_owner, self._owner)
@@ -98,16 +101,15 @@ class Transfer:
         if self._profile.has_unsaved_points:
             self._store.set_layout(self._profile_key, self._profile.to_json())
 
-    def may_save_later(self, tokens: Tokens, app: str | None) -> bool:
-        """Return whether the cells of an interrupted request can be parked without being saved.
+    def interrupt(self, tokens: Tokens, context_id: str | None, app: str | None) -> bool:
+        """Note that a request is interrupted; return whether it need not be saved now.
 
-        The next request on the engine waits for saving. So parked cells are saved only when many
-        of their tokens are not.
+        The arguments are those of ``save``.
         """
-        if self._parking is None or len(tokens) > self._parking.limit:
-            return False
-        n_saved = self._store.match(self._root(app), tokens).n_tokens
-        return len(tokens) - n_saved < _MOST_UNSAVED
+        n_saved = 0
+        if self._parking is not None:
+            n_saved = self._store.match(self._root(app), tokens).n_tokens
+        return self._interruptions.begin(tokens, context_id, app, n_saved)
 
     def put_aside(self, request: Request, n_tokens: int) -> None:
         """Keep the attention of a request while the engine evaluates tokens of others, too."""
@@ -162,12 +164,16 @@ class Transfer:
         is_emptied = self._balance(len(resident), len(prompt))
         if is_emptied:
             resident = resident[:0]
+        is_interrupted = self._is_interrupted(resident)
         is_own = root == resident_root
         n_common = common_prefix(prompt, resident) if is_own else 0
-        n_taken = self._unpark(prompt, resident, root, resident_root)
-        if n_taken is None and not is_own:
-            is_emptied = True
+        n_taken = self._unpark(prompt, resident, root, resident_root, is_interrupted=is_interrupted)
+        is_apart = self._is_exact and is_interrupted
+        if n_taken is None and not (is_own and not is_apart):
+            is_emptied, n_common = True, 0
             self._empty()
+        if is_apart:
+            self._align()
         n_present = n_taken or n_common
         self._wanted = range(n_present // CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
         match = self._store.match(root, prompt)
@@ -225,17 +231,66 @@ class Transfer:
         n_resident = common_prefix(tokens, resident) if is_own else 0
         return n_resident, 0 if self._parking is None else self._parking.n_parked(tokens, root)
 
+    def _is_interrupted(self, resident: Tokens) -> bool:
+        """Return whether the resident tokens are of an interrupted request that may be parked.
+
+        If the next prompt leaves no room, a request that was to stay in the cells is saved first.
+        """
+        found, parking = self._interruptions.take(resident), self._parking
+        if found is None or parking is None:
+            return False
+        has_room = len(resident) <= parking.limit
+        if not (has_room or found.is_saved):
+            self.save(found.tokens, found.context_id, found.app)
+        return has_room and not (self._is_exact and parking.n_cells)  # only one can be aligned
+
+    def _align(self) -> None:
+        """Let the next cells begin at a multiple of 256, after those of an interrupted request.
+
+        Narrowed attention then adds up as in a context that has the cells for itself
+        (docs/explanation/engine.md). If that is impossible, the interrupted request is restored.
+        """
+        parking, geometry = self._parking, self._layout.geometry
+        if parking is None or not parking.n_cells:
+            return
+        unused = range(parking.n_cells, -(-parking.n_cells // ALIGNMENT) * ALIGNMENT)
+        if not unused:
+            return
+        if geometry and self._memory and self._cells.label_scratch(self._memory, geometry, unused):
+            parking.extend(unused)
+        else:
+            parking.clear()
+
     def _unpark(
-        self, prompt: Tokens, resident: Tokens, root: bytes, resident_root: bytes
+        self,
+        prompt: Tokens,
+        resident: Tokens,
+        root: bytes,
+        resident_root: bytes,
+        *,
+        is_interrupted: bool,
     ) -> int | None:
         """Resume the best parked context; return its number of tokens, or None if there is none."""
         if self._parking is None:
             return None
-        where = (lambda _: None) if self._attention is None else self._attention.cells
-        taken = self._parking.switch(prompt, resident, where, root, resident_root)
-        if taken is not None and self._attention is not None:
-            self._attention.announce(0, taken.n_tokens, taken.cells)
-        return None if taken is None else taken.n_tokens
+        attention = self._attention
+        where = (lambda _: None) if attention is None else attention.cells
+        if attention is not None and is_interrupted:
+            self._counted[resident.tobytes()] = attention.put_aside(len(resident))
+        taken = self._parking.switch(
+            prompt, resident, where, root, resident_root, is_interrupted=is_interrupted
+        )
+        self._interruptions.switched(is_resumed=taken is not None)
+        if taken is None:
+            return None
+        aside = self._counted.pop(prompt[: taken.n_tokens].tobytes(), None)
+        if not self._parking.n_cells:
+            self._counted.clear()
+        if attention is not None and aside is not None:
+            attention.bring_back(aside, taken.n_tokens)
+        elif attention is not None:
+            attention.announce(0, taken.n_tokens, taken.cells)
+        return taken.n_tokens
 
     def evaluated(self, n_tokens: int, seconds: float) -> None:
         """Record the time of a batch that was evaluated at the end of sequence 0."""

@@ -41,7 +41,12 @@ def wrap_init_context(host: Host, original: Function) -> Function:
             )
         edited = type(params).from_buffer_copy(params)
         create = ContextCreate(
-            address(model), edited, load, why_no_seats=host.why_no_seats(), is_own=are_made_here()
+            address(model),
+            edited,
+            load,
+            why_no_seats=host.why_no_seats(),
+            takes_turns=host.hooks.listens("llmaas_turn"),
+            is_own=are_made_here(),
         )
         host.hooks.context_create(create)
         n_spare = _add_cells(create, params)

@@ -14,7 +14,7 @@ from llama_cpp import llama_cpp
 from llmaas_patches.cell_tracker import CellTracker, address
 from llmaas_patches.wrappers.cells import Around, Function
 
-__all__ = ["around_clear", "around_keep", "around_named", "around_remove"]
+__all__ = ["around_clear", "around_keep", "around_load", "around_named", "around_remove"]
 
 _APP = 0
 _ALL = -1
@@ -65,6 +65,17 @@ def around_named(*places: int) -> Around:
         for place in places:
             _look(tracker, original, args[place])
         return original(*args)
+
+    return around
+
+
+def around_load(place: int) -> Around:
+    """Return a handler for a call that fills the sequence which its argument at ``place`` names."""
+    named = around_named(place)
+
+    def around(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
+        tracker.give_up_own()
+        return named(tracker, original, args)
 
     return around
 

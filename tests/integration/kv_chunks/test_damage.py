@@ -272,6 +272,7 @@ def test_an_engine_that_goes_on_failing_is_told_once(make, suite, kv, caplog, to
     prompts = [FOREIGN, PROMPT]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*BREAKS[told])
+        patch.setattr(_native, "landings_fit", refuses)  # loads go through buffers
         for prompt in prompts * 3:
             ask(llama, prompt, 1)
     for prompt in prompts:
