@@ -23,7 +23,7 @@ from llmaas_eval.batches import batches, loaded
 from llmaas_eval.elastic.cutting import even_widths, write_cut
 from llmaas_eval.elastic.gathering import Gather
 from llmaas_eval.elastic.memory import peak_with
-from llmaas_eval.elastic.prepared import variants, write_uniform
+from llmaas_eval.elastic.prepared import variants
 from llmaas_eval.elastic.random_adapters import (
     add_llama_cpps,
     random_terms,
@@ -39,7 +39,7 @@ from llmaas_plugins.demo.page_cache import drop_pages
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.elastic.parts import part_claims
 from llmaas_plugins.elastic.uniform import LEVELS
-from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of, without_layers
+from llmaas_plugins.elastic.units import blocks_of, without_layers
 
 NOTHING = len(LEVELS)
 COPIED = 0.6
@@ -48,19 +48,8 @@ RANK = 8
 
 
 @pytest.fixture(scope="module")
-def model(model_1b):
-    """Prepare the model with the paper's widths and random scores.
-
-    With random weights, one order of the units is as good as another.
-    """
-    path = model_1b.with_stem(f"{model_1b.stem}-elastic")
-    blocks, rng = blocks_of(model_1b), np.random.default_rng(0)
-    scores = Scores(
-        rng.random((blocks.n_layers, blocks.n_groups)),
-        rng.random((blocks.n_layers, blocks.n_ff)),
-        Calibration("", 0, 0, "random"),
-    )
-    return path if path.exists() else write_uniform(model_1b, path, scores)
+def model(model_1b_elastic):
+    return model_1b_elastic
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Four contexts of ``llmaas serve``, decoded in one batch and one after another.
 
-Both are calls to the same service; each call goes on with a context of 400 tokens that is stored.
-The times are those of the clients, with everything that a call takes.
+With levels of ``elastic``, those of equal level share a batch. Both sides are calls to the same
+service; each call goes on with a context of 400 tokens that is stored. The times are those of the
+clients, with everything that a call takes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from llmaas_plugins.server.client import LLMClient
 N_CONTEXTS, N_PROMPT, N_TOKENS, N_ROUNDS = 4, 400, 48, 10
 BUDGETS = {"memory": None, "streamed": 490 << 20}
 """Budgets for ``flash_weights``; with the second one, about half of the weights stay in memory."""
+LEVELS = {"one": (0.5,) * N_CONTEXTS, "two": (1.0, 1.0, 0.5, 0.5)}
+"""Levels of the calls: all equal, or two of each."""
 SETTINGS = {"n_ctx": 512, "n_batch": 128, "n_ubatch": 128}
 CONFIG = """
 on_error = "raise"
@@ -40,8 +43,9 @@ _START_S = 300.0
 class Service:
     """A running service, and four prompts to it."""
 
-    def __init__(self, address):
-        """Attach to the service."""
+    def __init__(self, address, levels=()):
+        """Attach to the service, whose calls ask for these levels."""
+        self._levels = levels
         self._address, self._client = address, LLMClient(address, timeout_s=600)
         letters = np.random.default_rng(0).integers(97, 123, (N_CONTEXTS, N_PROMPT))
         self._prompts = ["".join(map(chr, row)) for row in letters]
@@ -59,6 +63,8 @@ class Service:
             "temperature": 0.0,
             "repeat_penalty": 0.5,  # rewards repetition, so that the end never wins
         }
+        if self._levels:
+            body["level"] = self._levels[i]
         request = urllib.request.Request(
             f"{self._address}/v1/completions",
             json.dumps(body).encode(),
@@ -83,10 +89,11 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving(model, folder, flash=None):
-    """Run a service in a folder, with these bytes for ``flash_weights``' budget."""
+def serving(model, folder, flash=None, levels=()):
+    """Run a service in a folder, with these bytes for ``flash_weights``' budget, or with levels."""
     folder.mkdir()
     table = "" if flash is None else f"[plugins.flash_weights]\nmemory_budget = {flash}\n"
+    table += "[plugins.elastic]\n" if levels else ""
     (folder / "llmaas.toml").write_text(CONFIG.format(most=N_CONTEXTS) + table)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -97,7 +104,8 @@ def serving(model, folder, flash=None):
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     try:
-        service, deadline = Service(f"http://127.0.0.1:{port}"), time.monotonic() + _START_S
+        service = Service(f"http://127.0.0.1:{port}", levels)
+        deadline = time.monotonic() + _START_S
         while True:
             with contextlib.suppress(OSError):
                 service.status()
@@ -124,3 +132,13 @@ def bench_four_contexts(model_1b, benchmark, weights, tmp_path):
     if flash is not None:
         (streamed,) = status["plugins"]["flash_weights"]["models"]
         benchmark.extra_info["kept"] = streamed["kept_bytes"] / streamed["bytes"]
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def bench_levels(model_1b_elastic, benchmark, levels, tmp_path):
+    """Answer four prompts at one or two levels, together and one after another."""
+    with serving(model_1b_elastic, tmp_path / "service", levels=LEVELS[levels]) as service:
+        compare(benchmark, service.together, service.one_by_one, rounds=N_ROUNDS)
+        found = service.status()["together"]
+    n_tokens = N_CONTEXTS * service.n_tokens
+    benchmark.extra_info |= {"n_tokens": n_tokens, "a_batch": found["tokens"] / found["batches"]}

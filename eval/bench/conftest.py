@@ -24,6 +24,7 @@ from llmaas_eval.benchmarks import (
     kv_chunks,
     service,
 )
+from llmaas_eval.elastic.prepared import write_uniform
 from llmaas_eval.models import (
     SHAPE_1B,
     SHAPE_200M,
@@ -34,6 +35,7 @@ from llmaas_eval.models import (
 from llmaas_eval.results import about
 from llmaas_eval.stored import StoredContext
 from llmaas_eval.tables import as_markdown
+from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
 from llmaas_plugins.model.quantize import quantize
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,22 @@ def bench_dir() -> Path:
 def model_1b(bench_dir):
     path = bench_dir / "random-1b-q4_0.gguf"
     return path if path.exists() else write_random_model(path, SHAPE_1B)
+
+
+@pytest.fixture(scope="session")
+def model_1b_elastic(model_1b):
+    """Prepare the model with the paper's widths and random scores.
+
+    With random weights, one order of the units is as good as another.
+    """
+    path = model_1b.with_stem(f"{model_1b.stem}-elastic")
+    blocks, rng = blocks_of(model_1b), np.random.default_rng(0)
+    scores = Scores(
+        rng.random((blocks.n_layers, blocks.n_groups)),
+        rng.random((blocks.n_layers, blocks.n_ff)),
+        Calibration("", 0, 0, "random"),
+    )
+    return path if path.exists() else write_uniform(model_1b, path, scores)
 
 
 @pytest.fixture(scope="session")

@@ -232,6 +232,10 @@ class HookManager:
         """Fire ``llmaas_request_resume``."""
         self._call("llmaas_request_resume", request=request, levels=levels, n_generated=n_generated)
 
+    def request_switch(self, request: Request) -> None:
+        """Fire ``llmaas_request_switch``."""
+        self._call("llmaas_request_switch", request=request)
+
     def kv_restore(self, request: Request) -> KVRestored | None:
         """Fire ``llmaas_kv_restore`` plugin by plugin until one restores cells.
 

@@ -24,6 +24,10 @@ class Seat(Protocol):
     def can_leave(self) -> bool:
         """Whether the request is in progress, and has room to lie aside."""
 
+    @property
+    def level(self) -> int:
+        """Index of the level at which the next token is computed; only equal ones go together."""
+
     def leave(self) -> None:
         """Put the request aside, in whose place others may then use the engine."""
 
@@ -37,9 +41,12 @@ class Seat(Protocol):
     def evaluate_with(self, others: Sequence[Seat]) -> float | None:
         """Evaluate the next token of this request and of others, all aside, in one batch.
 
-        Each then finds its token evaluated when it enters. After a failure each evaluates its token
-        itself.
+        All must be of equal level. Each then finds its token evaluated when it enters. After a
+        failure each evaluates its token itself.
 
         Returns:
             Seconds that it took; None if it failed.
+
+        Raises:
+            ValueError: The levels differ.
         """

@@ -57,6 +57,7 @@ __all__ = [
     "llmaas_request_begin",
     "llmaas_request_end",
     "llmaas_request_resume",
+    "llmaas_request_switch",
     "llmaas_shorten",
     "llmaas_shutdown",
     "llmaas_status",
@@ -265,7 +266,7 @@ def llmaas_turn(request: Request, n_left: int, seat: Seat | None) -> int | None:
         With a ``seat``, the implementation may put the request aside before others use the engine,
         evaluate its next token together with theirs, and must bring it back before it returns.
         ``seat`` is None if the request cannot be put aside, such as for plugins that set an engine
-        up for a request.
+        up for a request and do not implement ``llmaas_request_switch``.
     Thread: the app's. Cost: once a token; microseconds, unless others use the engine.
     Returns: the most prompt tokens to evaluate before the next turn, or None for all. ``n_left`` is
         the number of prompt tokens that remain to be evaluated, 0 in an answer. The least of all
@@ -297,6 +298,20 @@ def llmaas_request_resume(request: Request, levels: Levels | None, n_generated: 
         up for a request in ``llmaas_request_begin`` does so again. Cells of a prompt that were lost
         are evaluated between two further calls, the first of them with 0 generated tokens.
     Thread: the app's. Cost: once an interruption; at most milliseconds.
+    Errors: with ``on_error = "log"`` the request continues.
+    """
+
+
+@hookspec
+def llmaas_request_switch(request: Request) -> None:
+    """Set an engine up for another one of the requests that lie aside.
+
+    When: inside ``llmaas_turn``, as a request comes back from its seat, and before a batch of the
+        next tokens of several requests, for one of them: all are computed at the same level. The
+        request's cells and the logits of its last token are kept, so nothing is evaluated again.
+        A plugin that sets an engine up for a request (``llmaas_request_resume``), or edits its
+        logits (``llmaas_logits``), implements this hook too, or else no request can lie aside.
+    Thread: the app's. Cost: about twice a token; at most microseconds.
     Errors: with ``on_error = "log"`` the request continues.
     """
 

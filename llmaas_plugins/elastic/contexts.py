@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from llmaas_plugins.elastic.adapter_index import AdapterTable
 from llmaas_plugins.elastic.levels import level_index
 from llmaas_plugins.elastic.units import Widths
 
-__all__ = ["ElasticContext", "ElasticModel"]
+__all__ = ["Course", "ElasticContext", "ElasticModel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,32 @@ class ElasticModel:
 
 
 @dataclass(slots=True)
+class Course:
+    """Levels of one request, or of the app's own use of a context.
+
+    Attributes:
+        prefill: Level wanted for the prompt.
+        decode: Level wanted after the first sampled token.
+        at_first_token: Function from the first token's logits to the level that replaces
+            ``decode``.
+        at_resume: Function from the number of sampled tokens to the level that replaces ``decode``
+            after an interruption.
+        is_decoding: Whether a token was sampled.
+    """
+
+    prefill: float = 1.0
+    decode: float = 1.0
+    at_first_token: Callable[[NDArray[np.float32]], float] | None = None
+    at_resume: Callable[[int], float] | None = None
+    is_decoding: bool = False
+
+    @property
+    def wanted(self) -> float:
+        """Level for the next token."""
+        return self.decode if self.is_decoding else self.prefill
+
+
+@dataclass(slots=True)
 class ElasticContext:
     """Context of a prepared model.
 
@@ -79,13 +105,7 @@ class ElasticContext:
         rests_at: Levels asked for when the context was last used without a request; None after
             other levels were set.
         level: Level in use, one of the model's.
-        prefill: Level wanted for the prompt.
-        decode: Level wanted after the first sampled token.
-        at_first_token: Function from the first token's logits to the level that replaces
-            ``decode``.
-        at_resume: Function from the number of sampled tokens to the level that replaces ``decode``
-            after an interruption.
-        is_decoding: Whether a token was sampled.
+        course: Levels that the request wants, or the app without a request.
         evaluated: Level of the last batch, whose logits ``Llama`` may hold. None before any batch.
     """
 
@@ -94,11 +114,7 @@ class ElasticContext:
     request: Request | None = None
     rests_at: Levels | None = None
     level: float = 1.0
-    prefill: float = 1.0
-    decode: float = 1.0
-    at_first_token: Callable[[NDArray[np.float32]], float] | None = None
-    at_resume: Callable[[int], float] | None = None
-    is_decoding: bool = False
+    course: Course = field(default_factory=Course)
     evaluated: float | None = None
 
     def begin(self, levels: Levels) -> bool:
@@ -109,16 +125,18 @@ class ElasticContext:
         """
         assert levels.prefill is not None
         assert levels.decode is not None
-        self.rests_at = None
-        self.prefill, self.decode = levels.prefill, levels.decode
-        self.at_first_token, self.at_resume = levels.at_first_token, levels.at_resume
-        self.is_decoding = False
-        return self._use(self.prefill)
+        course = Course(levels.prefill, levels.decode, levels.at_first_token, levels.at_resume)
+        return self.go_on(course)
+
+    def go_on(self, course: Course) -> bool:
+        """Use the level of a request's next token; return whether the level changed."""
+        self.rests_at, self.course = None, course
+        return self._use(course.wanted)
 
     def sampled(self) -> bool:
         """Use the answer's level; return whether the level changed."""
-        is_changed = self._use(self.decode)
-        self.is_decoding = True
+        is_changed = self._use(self.course.decode)
+        self.course.is_decoding = True
         return is_changed
 
     def report(self) -> dict[str, Any]:
@@ -126,8 +144,8 @@ class ElasticContext:
         return {
             "model": self.model.name,
             "level": self.level,
-            "prefill_level": self.prefill,
-            "decode_level": self.decode,
+            "prefill_level": self.course.prefill,
+            "decode_level": self.course.decode,
             "serves_request": self.request is not None,
         }
 

@@ -28,7 +28,7 @@ from llmaas_hooks import (
 )
 from llmaas_plugins.elastic.adapters import read_adapters
 from llmaas_plugins.elastic.config import ElasticConfig
-from llmaas_plugins.elastic.contexts import ElasticContext, ElasticModel
+from llmaas_plugins.elastic.contexts import Course, ElasticContext, ElasticModel
 from llmaas_plugins.elastic.drafting import LevelDrafter, LevelDrafts
 from llmaas_plugins.elastic.level_identity import levels_id, levels_key
 from llmaas_plugins.elastic.level_times import ModelTimes, level_times
@@ -68,6 +68,7 @@ class ElasticModels:
         self._lock = forks.lock()
         self._models: dict[_Key, ElasticModel] = {}
         self._contexts: dict[int, ElasticContext] = {}
+        self._courses: dict[int, Course] = {}  # by the request's id
         self._chosen: dict[int, float] = {}  # levels at the first token, by the request's id
         self._drafts: dict[int, LevelDrafts] = {}  # by the model's address
         self._left_alone: dict[str, str] = {}
@@ -180,6 +181,7 @@ class ElasticModels:
             wanted = asks.over(levels).over(self._configured)
             is_declined = "elastic" in request.declined
             self._n_switches += context.begin(_WHOLE if is_declined else wanted)
+            self._courses[id(request)] = context.course
             if context.level != context.evaluated:
                 request.engine.require_evaluation()
 
@@ -205,14 +207,25 @@ class ElasticModels:
         context = self._contexts.get(request.engine.ctx)
         if context is None or not n_generated:
             return
-        context.at_first_token = None  # it was chosen before
-        context.decode = self._chosen.get(id(request), context.decode)
+        course = context.course
+        course.at_first_token = None  # it was chosen before
+        course.decode = self._chosen.get(id(request), course.decode)
         try:
-            if context.at_resume is not None:
-                context.decode = context.at_resume(n_generated)
+            if course.at_resume is not None:
+                course.decode = course.at_resume(n_generated)
         finally:
             with self._lock:
                 self._n_switches += context.sampled()
+
+    @hookimpl
+    def llmaas_request_switch(self, request: Request) -> None:
+        """Set the level of the next token of a request that lies aside, or did."""
+        with self._lock:
+            context = self._contexts.get(request.engine.ctx)
+            course = self._courses.get(id(request))
+            if context is not None and course is not None:
+                context.request = request
+                self._n_switches += context.go_on(course)
 
     @hookimpl
     def llmaas_app_batch(self, ctx: int, scope: RequestScope) -> None:
@@ -227,13 +240,14 @@ class ElasticModels:
     def llmaas_logits(self, view: LogitsView) -> None:
         """Switch to the answer's level at the first sampled token."""
         context = self._contexts.get(view.ctx)
-        if context is None or context.is_decoding:
+        if context is None or context.course.is_decoding:
             return
-        choose, context.at_first_token = context.at_first_token, None
+        course = context.course
+        choose, course.at_first_token = course.at_first_token, None
         try:
             if choose is not None:
-                context.decode = choose(view.logits)
-                self._chosen[id(context.request)] = context.decode
+                course.decode = choose(view.logits)
+                self._chosen[id(context.request)] = course.decode
         finally:
             with self._lock:
                 self._n_switches += context.sampled()
@@ -251,6 +265,7 @@ class ElasticModels:
     def llmaas_request_end(self, request: Request) -> None:
         """Return the context to the level for use outside requests."""
         with self._lock:
+            self._courses.pop(id(request), None)
             self._chosen.pop(id(request), None)
             context = self._contexts.get(request.engine.ctx)
             if context is not None and context.request is request:

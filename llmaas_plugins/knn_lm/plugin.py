@@ -26,17 +26,16 @@ from llmaas_hooks import (
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
-from llmaas_plugins.knn_lm.build.build_datastore import KEYS_LEVEL
 from llmaas_plugins.knn_lm.build.learner import Learner
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.drafts.registry import DraftRegistry
-from llmaas_plugins.knn_lm.mixing.mixer import MixCounts, Mixer, Mixing, MixSettings, MixSource
+from llmaas_plugins.knn_lm.mixing.mixer import MixCounts, Mixer, Mixing, MixSource
+from llmaas_plugins.knn_lm.opened import Opened
 
 __all__ = ["KnnLM"]
 
 _NAME = "knn_lm"
-_KEYS = ("ffn_input", "final_norm")
 
 _log = logging.getLogger("llmaas.knn_lm")
 
@@ -59,24 +58,6 @@ class _Served:
     can_rewind: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """The datastore in use."""
-
-    source: MixSource
-    key: Any
-
-    @property
-    def datastore(self) -> Datastore:
-        """Pairs that are searched."""
-        return self.source.datastore
-
-    @property
-    def settings(self) -> MixSettings:
-        """How the pairs are mixed in."""
-        return self.source.settings
-
-
 class KnnLM:
     """Plugin that mixes the next token's distribution with the targets of similar stored states."""
 
@@ -93,7 +74,7 @@ class KnnLM:
         self._begun: dict[int, int] = {}  # id of the last request, by context
         self._interruptible: dict[int, tuple[_Served, Mixing, int]] = {}  # by the request's id
         self._prepared: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._opened: _Opened | None = None
+        self._opened: Opened | None = None
         self._unserved: dict[str, str] = {}
         self._counts = MixCounts()
         self._drafts = DraftRegistry(self._path.parent, shares=config.share_across_apps)
@@ -141,19 +122,10 @@ class KnnLM:
         engine = request.engine
         self._begun[engine.ctx] = id(request)
         if self._config.learn:
-            self._learner.request_began(engine)
+            self._learner.request_began(request)
         if self._config.mix:
             self._serve_if_changed(engine)
-        is_on = _NAME not in request.declined
-        with self._lock:  # another thread may be renewing the datastore
-            served, opened = self._served.get(engine.ctx), self._opened
-        if served is not None:
-            mixes = self._config.alpha != 0 and self._config.skip_above != 0
-            source = self._source_for(request.app, opened) if is_on else None
-            look_back = self._config.look_back if source is not None and mixes else 0
-            served.mixer.begin(source, request.tokens, look_back)
-            engine.n_outputs = max(1, look_back) if served.can_rewind else 1
-            self._interruptible[id(request)] = served, served.mixer.mixing, engine.n_outputs
+        self._mix(request)
 
     @hookimpl
     def llmaas_draft(self, request: Request) -> Drafter | None:
@@ -180,15 +152,28 @@ class KnnLM:
         request.engine.n_outputs = 1 if n_generated else n_outputs
 
     @hookimpl
+    def llmaas_request_switch(self, request: Request) -> None:
+        """Mix for a request that lay aside, from the same datastore, or from what replaced it."""
+        engine = request.engine
+        self._begun[engine.ctx] = id(request)
+        served, before = self._served.get(engine.ctx), self._interruptible.get(id(request))
+        if served is not None and before is not None and before[0] is served:
+            served.mixer.resume(before[1])
+        elif served is not None:
+            n_outputs = engine.n_outputs
+            self._mix(request)
+            engine.n_outputs = n_outputs
+
+    @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
         """Stop mixing; the device may be idle now."""
         self._interruptible.pop(id(request), None)
+        if self._config.learn:
+            self._learner.request_ended(request)
         if self._begun.get(request.engine.ctx) != id(request):
-            return  # it was interrupted, and another request uses the engine
+            return  # it was interrupted or lay aside, and another request uses the engine
         if (served := self._served.get(request.engine.ctx)) is not None:
             served.mixer.end()
-        if self._config.learn:
-            self._learner.request_ended(request.engine)
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
@@ -248,7 +233,22 @@ class KnnLM:
 
     # -- internals ------------------------------------------------------------------------------
 
-    def _source_for(self, app: str | None, opened: _Opened | None) -> MixSource | None:
+    def _mix(self, request: Request) -> None:
+        """Mix the datastore in that the request's app may use, from now on."""
+        engine = request.engine
+        with self._lock:  # another thread may be renewing the datastore
+            served, opened = self._served.get(engine.ctx), self._opened
+        if served is None:
+            return
+        mixes = self._config.alpha != 0 and self._config.skip_above != 0
+        is_on = _NAME not in request.declined
+        source = self._source_for(request.app, opened) if is_on else None
+        look_back = self._config.look_back if source is not None and mixes else 0
+        served.mixer.begin(source, request.tokens, look_back)
+        engine.n_outputs = max(1, look_back) if served.can_rewind else 1
+        self._interruptible[id(request)] = served, served.mixer.mixing, engine.n_outputs
+
+    def _source_for(self, app: str | None, opened: Opened | None) -> MixSource | None:
         """Return the pairs that an app may use, or None if there are no such pairs."""
         if opened is None:
             return None
@@ -339,24 +339,12 @@ class KnnLM:
         key = None if self._opened is None else self._opened.key
         self._opened = None
         self._prepared.clear()
-        opened = self._open() if self._path.exists() else None
+        opened = Opened.open(self._path, self._config) if self._path.exists() else None
         for ctx, served in list(self._served.items()):
             wanted = opened and (opened.key, opened.datastore.fingerprint)
             if wanted != (key, served.fingerprint):
                 self._drop(ctx)
         self._opened = opened
-
-    def _open(self) -> _Opened:
-        datastore = Datastore.open(self._path, None, self._config.index)
-        try:
-            settings = MixSettings.of(datastore, self._config)
-            return _Opened(MixSource(datastore, settings), _key_of(datastore))
-        except ValueError as error:
-            datastore.close()
-            raise StoreError(
-                f"datastore {self._path} has unusable settings: {error}. "
-                "Select it again with `llmaas datastore select`."
-            ) from error
 
     def _drop(self, ctx: int) -> None:
         if (served := self._served.pop(ctx, None)) is not None:
@@ -374,13 +362,3 @@ class KnnLM:
 def _alteration(engine: Engine) -> str | None:
     """Return why the engine's hidden states differ from the model's own, or None."""
     return engine.alteration and f"the app called {engine.alteration}"
-
-
-def _key_of(datastore: Datastore) -> Any:
-    key = datastore.settings.get("key")
-    if key not in _KEYS:
-        raise ValueError(f"found key {key!r}, expected {' or '.join(_KEYS)}")
-    level = datastore.settings.get("level", KEYS_LEVEL)  # older versions did not write "level"
-    if level != KEYS_LEVEL:
-        raise ValueError(f"found keys of level {level!r}, expected {KEYS_LEVEL}")
-    return key

@@ -204,7 +204,19 @@ class Admission:
         now_s = time.perf_counter()
         with self._lock:
             self._progressed(call, n_left, now_s)
-            other = self._interrupting(call, now_s) if self._config.preempt else None
+        return self._give_way(call, now_s)
+
+    def _give_way(self, call: Call, now_s: float) -> int:
+        """Interrupt a call if another one would be late otherwise, and wait until that is over.
+
+        Returns:
+            Most prompt tokens to evaluate before the next turn.
+
+        Raises:
+            Abandoned: The call ended while it waited.
+        """
+        with self._lock:
+            other = self._interrupting(call, now_s)
             if other is not None:
                 self._interrupt(call, other, now_s)
         if other is not None:
@@ -224,13 +236,19 @@ class Admission:
 
     def _interrupting(self, call: Call, now_s: float) -> Call | None:
         """Return the call that goes before the rest of the running one; None if none does."""
+        if not self._config.preempt or self._config.schedule == "fifo":
+            return None
         if (over := next((one for one in self.interrupted if one.is_over), None)) is not None:
             return over  # at once: it only ends
-        others = self._ready(besides=call)
+        others = self._rivals(call)
         found = interrupting(
             self._job(call, now_s), [self._job(one, now_s) for one in others], now_s
         )
         return None if found is None else others[found]
+
+    def _rivals(self, call: Call) -> list[Call]:
+        """Return the calls that may go before a call."""
+        return self._ready(besides=call)
 
     def _interrupt(self, call: Call, other: Call, now_s: float) -> None:
         call.used_s = call.used(now_s)

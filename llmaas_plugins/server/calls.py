@@ -57,6 +57,7 @@ class Call:
         since_s: Time from which the call uses the engine.
         seat: Place of the call while others use the engine.
         stage: Reason for which it is there.
+        is_shared: Whether others may use the engine while a piece of text is on its way.
         away_since_s: Time from which a piece of text is on its way; None while the call works.
         is_done: Whether only its answer is still to be sent.
     """
@@ -80,6 +81,7 @@ class Call:
     since_s: float = 0.0
     seat: Seat | None = None
     stage: Stage | None = None
+    is_shared: bool = True
     away_since_s: float | None = None
     is_done: bool = False
 

@@ -1,9 +1,10 @@
 """Admission of several calls that are decoded together.
 
 A call that is in its answer leaves its next token with the group, and lets others use the engine.
-The last one evaluates the tokens of all in one batch. Each call then takes its turn to sample. A
-call also lets others in between the pieces of its prompt, and while its client is sent a piece of
-text. So a call waits for another one's piece of a prompt at most, and never for a client.
+The last one evaluates the tokens of all in one batch, or in one batch for each level of ``elastic``
+that is in use. Each call then takes its turn to sample. A call also lets others in between the
+pieces of its prompt, and while its client is sent a piece of text. So a call waits for another
+one's piece of a prompt at most, and never for a client.
 
 ``Admission.running`` is the call that uses the engine. The others of the group lie aside, each in
 its seat.
@@ -14,89 +15,25 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmaas_hooks import ContextCreate, DecodeStep, Seat, hookimpl
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned, Admission, stopping
 from llmaas_plugins.server.calls import Call, Stage, Stream
+from llmaas_plugins.server.rounds import MOST_PIECE, Member, Pieces, Rounds, may_share, next_member
+from llmaas_plugins.server.schedule import first_due
 
-__all__ = ["Member", "Pieces", "Together", "next_member"]
+__all__ = ["Together"]
 
-_PIECE_S = 0.1
-_LEAST_PIECE, _MOST_PIECE = 8, 512
 _PATIENCE_S = 0.02
 """Seconds that a batch waits for a call whose text is on its way to the client."""
 
 _NO_CELLS = "kv_chunks does not keep the cells of this engine"
 
 _log = logging.getLogger("llmaas.server")
-
-
-class Member(NamedTuple):
-    """A call aside.
-
-    Attributes:
-        stage: Why it is aside.
-        is_over: Whether it only has to end.
-        is_expected: Whether it will soon want the engine, if its text is on its way.
-    """
-
-    stage: Stage
-    is_over: bool = False
-    is_expected: bool = False
-
-
-def next_member(members: Sequence[Member], *, may_step: bool) -> int | None:
-    """Return the index of the call aside that uses the engine next; None if none can.
-
-    Calls that end come first. The results of a batch are lost with the next one, so calls whose
-    token is evaluated are next, and then those that come back from their clients, so that the next
-    batch has their tokens. A call whose token is to be evaluated evaluates those of all.
-
-    Args:
-        members: Calls aside, in the order in which they left the engine.
-        may_step: Whether a batch may be evaluated now.
-    """
-    over = [m.is_over and m.stage is not Stage.AWAY for m in members]
-    if True in over:
-        return over.index(True)
-    stages = [member.stage for member in members]
-    for stage in (Stage.READY, Stage.BACK):
-        if stage in stages:
-            return stages.index(stage)
-    is_complete = not any(m.stage is Stage.AWAY and m.is_expected for m in members)
-    return stages.index(Stage.TOKEN) if may_step and is_complete and Stage.TOKEN in stages else None
-
-
-class Pieces:
-    """Size of the pieces in which prompts are evaluated between batches of the group.
-
-    A piece takes about as long as a batch of the group, or 100 ms if that is longer. The time of a
-    piece may hardly depend on its size, as where weights are read from disk; so the size is doubled
-    and halved by the times of whole pieces.
-
-    Attributes:
-        n_tokens: Most tokens of the next piece.
-    """
-
-    def __init__(self) -> None:
-        """Start with a small piece."""
-        self.n_tokens = 64
-        self._most_s = _PIECE_S
-
-    def stepped(self, seconds: float) -> None:
-        """Learn how long a batch of the group took."""
-        self._most_s = max(_PIECE_S, seconds)
-
-    def evaluated(self, n_tokens: int, seconds: float) -> None:
-        """Learn how long a piece took; other batches tell nothing."""
-        if n_tokens == self.n_tokens:
-            is_long = seconds > 1.5 * self._most_s
-            size = n_tokens // 2 if is_long else 2 * n_tokens
-            if is_long or seconds < 0.6 * self._most_s:
-                self.n_tokens = min(max(size, _LEAST_PIECE), _MOST_PIECE)
 
 
 class Together(Admission):
@@ -106,9 +43,10 @@ class Together(Admission):
         """Let ``config.most_together`` calls run together, unless there is a reason against it."""
         super().__init__(config)
         self.aside: list[Call] = []
-        self.n_batches = self.n_batch_tokens = 0
-        self._pieces = Pieces()
-        self._is_stepping = self._has_stepped = self._has_engine = False
+        self.n_batches = self.n_batch_tokens = self.n_alone = 0
+        self._pieces, self._rounds = Pieces(), Rounds()
+        self._stepped: set[int] = set()  # levels that had a batch since the last piece of a prompt
+        self._is_stepping = self._has_engine = False
         self._options_against, self._why_alone = why_alone, why_alone or _NO_CELLS
 
     @property
@@ -157,14 +95,18 @@ class Together(Admission):
             create.checks.append(functools.partial(self._tell, create))
 
     @hookimpl(specname="llmaas_decode")
-    def end_if_unwanted(self) -> None:
+    def end_if_unwanted(self, step: DecodeStep) -> None:  # type: ignore[override]
         """Stop the running call after a batch of its own if it is over.
 
         Raises:
             Abandoned: The running call is over.
         """
-        if not self._is_stepping:
-            super().end_if_unwanted()
+        if self._is_stepping:
+            return
+        call = self.running
+        if call is not None and call.seat is not None and call.n_generated and step.n_tokens == 1:
+            self._rounds.stepped(call.seat.level, 1, step.seconds)
+        super().end_if_unwanted()
 
     @hookimpl
     def llmaas_turn(self, n_left: int, seat: Seat | None) -> int | None:  # type: ignore[override]
@@ -174,18 +116,24 @@ class Together(Admission):
             Abandoned: The call ended while it waited.
         """
         call = self.running
-        if call is None or seat is None or call.promise:
+        if call is None or seat is None:
             return super().llmaas_turn(n_left)
         now_s = time.perf_counter()
         with self._lock:
-            call.seat, is_first = seat, call.n_piece == 0
+            call.seat, call.is_shared, is_first = seat, True, call.n_piece == 0
             self._progressed(call, n_left, now_s)
-            if not self._is_wanted():
-                return _MOST_PIECE
-            if is_first and n_left:  # it has just got the engine for its first piece
+            if call.promise and (n_left or not self._may_share(call, seat.level, now_s)):
+                call.is_shared = False
+                self.n_alone += n_left == 0 and bool(self.aside)
+            elif not self._is_wanted():
+                return MOST_PIECE
+            elif is_first and n_left:  # it has just got the engine for its first piece
                 return self._pieces.n_tokens
-            self._put_aside(call, Stage.PIECE if n_left else Stage.TOKEN, now_s)
-            self._next()
+            else:
+                self._put_aside(call, Stage.PIECE if n_left else Stage.TOKEN, now_s)
+                self._next()
+        if not call.is_shared:
+            return self._give_way(call, now_s)
         self._wait(call)
         if call.is_over:
             raise Abandoned
@@ -193,7 +141,7 @@ class Together(Admission):
 
     def report(self) -> dict[str, Any]:
         """Return the counters of the status, as plain JSON types."""
-        counts = {"batches": self.n_batches, "tokens": self.n_batch_tokens}
+        counts = {"batches": self.n_batches, "tokens": self.n_batch_tokens, "alone": self.n_alone}
         return {**super().report(), "together": {**counts, "why_alone": self._why_alone or None}}
 
     def _tell(self, create: ContextCreate, _: int) -> bool:
@@ -272,26 +220,46 @@ class Together(Admission):
 
     def _step(self, seat: Seat) -> None:
         with self._lock:
-            others = [one for one in self.aside if one.stage is Stage.TOKEN and not one.is_over]
+            others = [one for one in self.aside if _is_with(one, seat.level)]
             self._is_stepping = True
         try:
             step_s = seat.evaluate_with([one.seat for one in others if one.seat is not None])
         finally:
             self._is_stepping = False
         with self._lock:
-            self._has_stepped = True
+            self._stepped.add(seat.level)
             for one in others:
                 one.stage = Stage.READY
                 one.used_s += step_s or 0.0
             if step_s is not None:
                 self._pieces.stepped(step_s)
+                self._rounds.stepped(seat.level, 1 + len(others), step_s)
                 self.n_batches += 1
                 self.n_batch_tokens += 1 + len(others)
 
     # with the lock held
 
+    def _may_share(self, call: Call, level: int, now_s: float) -> bool:
+        """Return whether a call in its answer keeps its promise if it is decoded with others.
+
+        It ends sooner alone, so it is while another one waits for its first token in time.
+        """
+        ready = self._ready(besides=call)
+        if any(_is_urgent(one) for one in ready):
+            return False
+        limit_s = self._estimates.limit_s(call.app, "tpot", call.promise.tpot)
+        answering = [one for one in self.aside if one.stage is not Stage.PIECE]
+        sizes = Counter(one.seat.level for one in answering if one.seat is not None)
+        round_s = self._rounds.seconds(sizes + Counter([level]))
+        if len(answering) < len(self.aside) or not all(one.promise for one in ready):
+            round_s += self._pieces.most_s
+        assert call.first_s is not None
+        return may_share(limit_s, round_s, now_s - call.first_s, call.n_generated - 1)
+
     def _put_aside(self, call: Call, stage: Stage, now_s: float) -> None:
         assert call.seat is not None
+        if call.stage is Stage.READY and stage is Stage.TOKEN:
+            self._rounds.sampled(now_s - call.since_s)
         call.seat.leave()
         call.used_s = call.used(now_s)
         call.stage = stage
@@ -306,12 +274,12 @@ class Together(Admission):
         if self.running is not None:
             return
         members = [self._member(call, now_s) for call in self.aside]
-        found = next_member(members, may_step=not self._has_stepped)
+        found = next_member(members, self._stepped)
         if found is None and not self._are_due(members):
-            self._has_stepped = False
-            self._begin_or_go_on(members, now_s)
+            self._stepped.clear()
+            self._begin_or_go_on(now_s)
             if self.running is None:
-                found = next_member(members, may_step=True)
+                found = next_member(members, self._stepped)
         if found is not None:
             self._start(self.aside[found], now_s)
 
@@ -320,20 +288,33 @@ class Together(Admission):
         call = self.running
         if call is None or call.away_since_s is None or call.seat is None:
             return
-        if call.seat.can_leave and self._is_wanted():
+        if call.is_shared and call.seat.can_leave and self._is_wanted():
             self._put_aside(call, Stage.AWAY, now_s)
 
     def _are_due(self, members: Sequence[Member]) -> bool:
         """Return whether a batch is due, and only waits for a client."""
-        return not self._has_stepped and any(member.stage is Stage.TOKEN for member in members)
+        return any(m.stage is Stage.TOKEN and m.level not in self._stepped for m in members)
 
-    def _begin_or_go_on(self, members: Sequence[Member], now_s: float) -> None:
-        """Start the next piece of a prompt, or a new call."""
-        stages = [member.stage for member in members]
-        if Stage.PIECE in stages:
-            self._start(self.aside[stages.index(Stage.PIECE)], now_s)
-        else:
-            super()._next()
+    def _begin_or_go_on(self, now_s: float) -> None:
+        """Start the next piece of a prompt, or a new call; calls with promises go first.
+
+        A new one of them waits for those in their answers, unless it would be late.
+        """
+        ready, first = self._ready(), self._first_in_answer(now_s)
+        pieces = [call for call in self.aside if call.stage is Stage.PIECE]
+        if first is not None and any(_is_urgent(call) for call in ready):
+            if self._interrupting(first, now_s) is None:
+                self._start(first, now_s)
+                return
+        elif pieces and not any(call.promise for call in ready):
+            self._start(pieces[0], now_s)
+            return
+        super()._next()
+
+    def _first_in_answer(self, now_s: float) -> Call | None:
+        """Return the call aside that is due first of those that were promised their next token."""
+        found = [call for call in self.aside if call.promise and call.stage is Stage.TOKEN]
+        return found[first_due([self._job(call, now_s) for call in found])] if found else None
 
     def _start(self, call: Call, now_s: float) -> None:
         if call not in self.aside:
@@ -355,6 +336,11 @@ class Together(Admission):
             return ready
         return [call for call in ready if call.promise or call in self.interrupted]
 
+    def _rivals(self, call: Call) -> list[Call]:
+        """Return the calls that may go before a call, those aside too."""
+        aside = [one for one in self.aside if one is not call and one.stage is not Stage.AWAY]
+        return [*super()._rivals(call), *aside]
+
     def _is_wanted(self) -> bool:
         """Return whether another call wants the engine."""
         return bool(self.aside or self._ready(besides=self.running))
@@ -363,4 +349,16 @@ class Together(Admission):
         assert call.stage is not None
         since_s = call.away_since_s
         is_expected = since_s is not None and now_s - since_s < _PATIENCE_S
-        return Member(call.stage, call.is_over, is_expected)
+        level = 0 if call.seat is None else call.seat.level
+        return Member(call.stage, call.is_over, is_expected, level)
+
+
+def _is_urgent(call: Call) -> bool:
+    """Return whether a call waits for its first token, of which the time was promised."""
+    return bool(call.promise) and call.first_s is None
+
+
+def _is_with(call: Call, level: int) -> bool:
+    """Return whether the next token of a call aside is evaluated in a batch of this level."""
+    is_due = call.stage is Stage.TOKEN and not call.is_over
+    return is_due and call.seat is not None and call.seat.level == level

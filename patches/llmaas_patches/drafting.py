@@ -82,7 +82,7 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
     def evaluated(self, n_tokens: int, seconds: float) -> None:
         """Record the time of one of ``Llama``'s batches."""
         if n_tokens <= self._most + 1:
-            self._times.add(self._level(), n_tokens, seconds)
+            self._times.add(self._host.level(self._engine.ctx), n_tokens, seconds)
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
         """Return the best draft to follow ``input_ids``; none if none pays, or one fails."""
@@ -124,7 +124,7 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
     # -- inside ---------------------------------------------------------------------------------
 
     def _proposals(self, tokens: NDArray[np.int32]) -> dict[str, Proposal]:
-        seconds, found = self._times.seconds(self._level()), {}
+        seconds, found = self._times.seconds(self._host.level(self._engine.ctx)), {}
         for plugin, drafter in list(self._drafters.items()):
             try:
                 proposal = drafter.propose(tokens, seconds)
@@ -139,10 +139,6 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         """Ask a drafter that failed no more."""
         self._drafters.pop(plugin, None)
         self._host.hooks.handle(PluginError(plugin, _HOOK, error))
-
-    def _level(self) -> int:
-        native = self._host.native
-        return 0 if native is None else native.level(self._engine.ctx)
 
     def _say(self, batch: Any, token: int, n_past: int, most: int, pick: Pick) -> list[int]:
         """Evaluate ``token`` at position ``n_past``, and then the tokens that it leads to."""

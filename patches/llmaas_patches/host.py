@@ -25,6 +25,8 @@ from llmaas_patches.seats import Seat, Seated, Seats
 __all__ = ["Host"]
 
 _OURS = f"{__package__}."
+_KNOW_ONE = frozenset({"llmaas_logits", "llmaas_request_resume"})
+"""Hooks of plugins that know one request at a time."""
 
 
 class Host(forks.Forked):
@@ -139,6 +141,10 @@ class Host(forks.Forked):
             self.native.failed(ctx)
         return status
 
+    def level(self, ctx: int) -> int:
+        """Return the index of a context's level; 0 for a context that has none."""
+        return 0 if self.native is None else self.native.level(ctx)
+
     def leave_seats(self, ctx: int) -> None:
         """Make sequence 0 free for a request that begins."""
         tracker = self.trackers.get(ctx)
@@ -173,12 +179,13 @@ class Host(forks.Forked):
     def why_no_seats(self) -> str | None:
         """Return why no request can lie aside in a new context, judging by the plugins, or None.
 
-        Plugins that set an engine up for a request, or edit its logits, know one request at a time.
+        Plugins that set an engine up for a request, or edit its logits, must be able to switch.
         """
         names = [
             name
             for name in self.hooks.names()
-            if {"llmaas_logits", "llmaas_request_resume"}.intersection(self.hooks.implemented(name))
+            if _KNOW_ONE.intersection(implemented := self.hooks.implemented(name))
+            and "llmaas_request_switch" not in implemented
         ]
         return f"{', '.join(names)} can serve one call at a time only" if names else None
 

@@ -14,18 +14,18 @@ import contextlib
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import numpy as np
 from llama_cpp import _internals, llama_cpp
 
 from llmaas_hooks import DecodeStep
 from llmaas_hooks import Seat as AnySeat
 from llmaas_patches.cell_tracker import Aside, CellTracker, address
+from llmaas_patches.seat_records import SeatRecords
 
 if TYPE_CHECKING:
     from llmaas_hooks import Request
+    from llmaas_patches.drafting import Drafting
     from llmaas_patches.engine import LlamaEngine
     from llmaas_patches.host import Host
 
@@ -41,24 +41,12 @@ class Seated(Aside, Protocol):
     Attributes:
         engine: Engine that serves the request.
         request: The request.
+        drafting: Plugins' drafts for the request, or None.
     """
 
     engine: LlamaEngine
     request: Request
-
-
-@dataclass(slots=True)
-class _Records:
-    """State that ``Llama``, its engine and its tracker hold of one request beside its cells."""
-
-    llama: dict[str, Any]
-    engine: dict[str, Any]
-    tracker: dict[str, Any]
-
-
-_OF_LLAMA = ("n_tokens", "input_ids", "_requires_eval", "_sampler", "_seed", "_mirostat_mu")
-_OF_ENGINE = ("n_said", "app_drafts", "keeps_cells", "_has_restored")
-_OF_TRACKER = ("n_explained", "sparse_from", "app")
+    drafting: Drafting | None
 
 
 class Seats:
@@ -76,7 +64,7 @@ class Seats:
         self._owners: dict[int, weakref.ref[Seat]] = {}
         self.seated: Seat | None = None
         self.base: Seat | None = None
-        self._beside: _Records | None = None
+        self._beside: SeatRecords | None = None
         self._batch: Any = None
 
     def forget(self) -> None:
@@ -123,30 +111,23 @@ class Seats:
         base = self.base
         if base is None:
             return
-        llama, tracker = base.engine.llama, base.tracker
         sequence = self._free_sequence(base)
-        base.records = _capture(base.engine, tracker)
+        base.records = SeatRecords.of(base.engine, base.tracker)
         _relabel(base.tracker, _ENGINE_S, sequence)
         base.place, self.base = sequence, None
-        empty = {"n_tokens": 0, "input_ids": np.empty_like(llama.input_ids), "_sampler": None}
-        nothing = _Records(
-            empty | {"_requires_eval": True},
-            {"_has_restored": False},
-            {"n_explained": 0, "sparse_from": None, "app": None},
-        )
-        _apply(nothing, base.engine, tracker)
+        SeatRecords.of_nothing(base.engine).apply(base.engine, base.tracker)
 
     def swap_in(self, seat: Seat) -> None:
         """Give ``Llama`` the records of a request whose cells are elsewhere."""
         assert seat.records is not None
-        self._beside = _capture(seat.engine, seat.tracker)
-        _apply(seat.records, seat.engine, seat.tracker)
+        self._beside = SeatRecords.of(seat.engine, seat.tracker)
+        seat.records.apply(seat.engine, seat.tracker)
 
     def swap_out(self, seat: Seat) -> None:
         """Take the records of a request whose cells are elsewhere, and put the others back."""
         assert self._beside is not None
-        seat.records = _capture(seat.engine, seat.tracker)
-        _apply(self._beside, seat.engine, seat.tracker)
+        seat.records = SeatRecords.of(seat.engine, seat.tracker)
+        self._beside.apply(seat.engine, seat.tracker)
         self._beside = None
 
     def take_engine_s(self, seat: Seat) -> None:
@@ -159,7 +140,7 @@ class Seats:
         _relabel(seat.tracker, seat.place, _ENGINE_S)
         self._owners.pop(seat.place, None)
         seat.place = _ENGINE_S
-        _apply(seat.records, seat.engine, seat.tracker)
+        seat.records.apply(seat.engine, seat.tracker)
 
     def drop(self, seat: Seat) -> None:
         """Free the sequence of a request that is over."""
@@ -221,8 +202,9 @@ class Seat:
         self._host, self._end = host, end
         self.engine, self.tracker = end.engine, tracker
         self.place = _ENGINE_S
-        self.records: _Records | None = None
+        self.records: SeatRecords | None = None
         self.next_token: int | None = None
+        self._level = 0
         self.row: int | None = None
         self.step_s: float | None = None
         self._n_tokens = 0
@@ -240,6 +222,11 @@ class Seat:
         return self._is_aside
 
     @property
+    def level(self) -> int:
+        """Index of the level at which the next token is computed."""
+        return self._level if self._is_aside else self._host.level(self.engine.ctx)
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether the request sits on the engine, and sequence 0 holds the cells of another one."""
         return self._seats.seated is self and self.place != _ENGINE_S
@@ -249,13 +236,16 @@ class Seat:
         """Whether the request is in progress, and has room to lie aside."""
         is_alone = self.engine.is_alive and self.engine.alteration is None
         has_place = self.place != _ENGINE_S or self._seats.has_room()
-        return is_alone and has_place and not (self._is_over or self.engine.llama.draft_model)
+        return is_alone and has_place and not (self._is_over or self._has_proposals)
 
     def leave(self) -> None:
         """Put the request aside, in whose place others may then use the engine."""
         seats, llama = self._seats, self.engine.llama
         self._drop_ahead()
+        if self._end.drafting is not None:
+            self._end.drafting.detach()  # until the request has the engine to itself
         self._n_tokens, self.row, self.step_s = int(llama.n_tokens), None, 0.0
+        self._level = self._host.level(self.engine.ctx)
         if not self._is_told:  # before other tokens are evaluated
             self._is_told = True
             self._tell(begins=True)
@@ -281,6 +271,7 @@ class Seat:
             seats.swap_in(self)
         seats.seated, self._is_aside = self, False
         self.tracker.bring_back(self._end)
+        self._host.hooks.request_switch(self._end.request)
 
     def settle(self) -> None:
         """Let the request that sits on the engine take sequence 0, to use the engine alone."""
@@ -295,10 +286,11 @@ class Seat:
         """Give up the seat: the request is over."""
         self._is_over = True
         seats = self.tracker.seats
-        if seats is None or not self.engine.is_alive:
-            return
+        if seats is None or not self.engine.is_alive or self.engine.llama.ctx is None:
+            return  # the context was freed, maybe after the end of the suite
         if seats.seated is self:
             self.settle()
+            self.engine.require_evaluation()  # the logits may be of others' tokens
         seats.drop(self)
         self.tracker.forget_aside(self._end)
 
@@ -321,8 +313,13 @@ class Seat:
 
         Returns:
             Seconds that it took; None if it failed.
+
+        Raises:
+            ValueError: The levels differ.
         """
         seats = [self, *cast("Sequence[Seat]", others)]
+        if len(levels := {seat.level for seat in seats}) > 1:
+            raise ValueError(f"a batch has one level, found requests of the levels {levels}")
         if any(seat._n_tokens >= self.tracker.app_n_ctx for seat in seats):
             return None  # the one whose context is full is told so when it evaluates its token
         self.engine.settle()
@@ -331,6 +328,7 @@ class Seat:
             seat.row = None
         items = [(cast("int", one.next_token), one._n_tokens, one.place) for one in seats]
         batch, ctx = self._seats.batch(items), self.engine.ctx
+        self._host.hooks.request_switch(self._end.request)
         started = time.perf_counter()
         with self._host.call(self.tracker):
             status = self._host.decode_together(ctx, batch)
@@ -343,6 +341,13 @@ class Seat:
         return step_s
 
     # -- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _has_proposals(self) -> bool:
+        """Whether the last batch has tokens that a draft model proposed and nobody sampled yet."""
+        if self.engine.llama.draft_model is None or self.next_token is None:  # it is in its prompt
+            return False
+        return bool(self.engine.n_said != self.engine.llama.n_tokens)
 
     def _drop_ahead(self) -> None:
         """Drop the cell of a token that was evaluated with others, but not by the request."""
@@ -360,29 +365,12 @@ class Seat:
         if self._is_told:
             self._is_told = False
             self._tell(begins=False)
+            if self._end.drafting is not None:
+                self._end.drafting.attach()
 
     def _tell(self, *, begins: bool) -> None:
         n_tokens = len(self.engine.resident_tokens())
         self._host.hooks.together(self._end.request, n_tokens, begins)
-
-
-def _capture(engine: LlamaEngine, tracker: CellTracker) -> _Records:
-    return _Records(
-        {name: getattr(engine.llama, name) for name in _OF_LLAMA},
-        {name: getattr(engine, name) for name in _OF_ENGINE},
-        {name: getattr(tracker, name) for name in _OF_TRACKER},
-    )
-
-
-def _apply(records: _Records, engine: LlamaEngine, tracker: CellTracker) -> None:
-    llama = engine.llama
-    for target, values in (
-        (llama, records.llama),
-        (engine, records.engine),
-        (tracker, records.tracker),
-    ):
-        for name, value in values.items():
-            setattr(target, name, value)
 
 
 def _relabel(tracker: CellTracker, source: int, target: int) -> None:

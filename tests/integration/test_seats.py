@@ -9,6 +9,7 @@ import pytest
 from llama_cpp import llama_cpp
 from paired import N_SEATS, PROMPTS, Pair
 
+from llmaas_hooks import Proposal, hookimpl
 from llmaas_hooks.request_scope import serving_context
 
 N = 8
@@ -86,6 +87,90 @@ def test_hook_llmaas_together(exact):
     exact.b.close()
     assert exact.told["a"] == [*first, (False, n_a + N - 1)]
     assert exact.told["b"] == [(True, n_b), (False, n_b + N - 2)]
+
+
+def test_hook_llmaas_request_switch(exact):
+    """It names whose token is evaluated or sampled next."""
+    a = check(exact)
+    a_again, both = ["a"], ["b", "a", "b", "a"]  # b returns, a's batch, b samples, a samples
+    assert exact.switched == a_again + (N - 2) * both
+    a.close()
+
+
+def test_plugins_that_know_one_request_at_a_time(patched, make):
+    class Logits:
+        @hookimpl
+        def llmaas_logits(self, view):
+            pass
+
+    class Switching(Logits):
+        @hookimpl
+        def llmaas_request_switch(self, request):
+            pass
+
+    class Reason:
+        @hookimpl
+        def llmaas_context_create(self, create):
+            self.found = create.why_no_seats
+
+    reason = Reason()
+    patched(logits=Logits(), switching=Switching(), reason=reason)
+    make()
+    assert reason.found == "logits can serve one call at a time only"
+
+
+def test_drafts_are_made_while_a_request_has_the_engine_to_itself(patched, make):
+    class Ending(Pair):
+        def step_b(self):
+            if len(self.sampled.get("b", [])) < N:
+                super().step_b()
+                return
+            self.seats["b"].enter()
+            self.b.close()
+            self.b = None
+
+    pair, text = Ending(), []
+
+    class Drafter:
+        most, n_made = 3, 0
+
+        def propose(self, tokens, seconds):
+            return Proposal(2.0, lambda: self.make(len(tokens)))
+
+        def make(self, n):
+            assert pair.b is None
+            self.n_made += 1
+            return text[n : n + self.most]
+
+    class Offering:
+        @hookimpl
+        def llmaas_draft(self, request):
+            return drafter if request.app == "a" and text else None
+
+    drafter = Drafter()
+    patched(pair=pair, offering=Offering())
+    pair.llama = make(n_ubatch=1)
+    text += [*PROMPTS["a"], *pair.alone("a", 3 * N)[0]]
+    pair.alone("a", 3 * N)
+    n_alone = drafter.n_made
+    a = check(pair, 3 * N)
+    assert drafter.n_made > 2 * n_alone > 0
+    assert pair.n_batches == N - 1
+    a.close()
+
+
+def test_the_next_request_samples_from_its_own_logits(exact):
+    """The engine's last logits are of another request's token."""
+    a = exact.both(3)
+    a.close()
+    *said, last = exact.sampled["a"]
+    assert last != exact.sampled["b"][-1]
+    with serving_context(None, "a"):
+        again = exact.llama.generate([*PROMPTS["a"], *said], temp=0.0)
+        assert next(again) == last
+    again.close()
+    exact.seats["b"].enter()
+    exact.b.close()
 
 
 def test_tokens_of_two_requests_in_one_batch(pair, make):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmaas_hooks import ConfigError, Engine, NativeContext, StoreError, forks
+from llmaas_hooks import ConfigError, Engine, NativeContext, Request, StoreError, forks
 from llmaas_hooks.native import States
 from llmaas_plugins import process_memory
 from llmaas_plugins.chats.exports import load_conversations
@@ -76,7 +76,7 @@ class Learner(forks.Forked):
         self._lock = forks.lock()
         self._changed = threading.Condition(self._lock)
         self._evaluating = forks.lock()  # held during each batch
-        self._busy: set[int] = set()
+        self._busy: dict[int, set[int]] = {}  # ids of the open requests, by context
         self._last_end = time.monotonic()
         self._retries_at = 0.0
         self._engine: Engine | None = None
@@ -92,13 +92,14 @@ class Learner(forks.Forked):
         """Number of files in the inbox."""
         return len(inbox.waiting_files(self._store))
 
-    def request_began(self, engine: Engine) -> None:
-        """Pause, and keep this engine for learning if the files that its model came from are known.
+    def request_began(self, request: Request) -> None:
+        """Pause, and keep the request's engine for learning if its model's files are known.
 
         Otherwise, files that replaced the model's could tie keys to the wrong model.
         """
+        engine = request.engine
         with self._lock:
-            self._busy.add(engine.ctx)
+            self._busy.setdefault(engine.ctx, set()).add(id(request))
             if self._engine is None and engine.load is not None:
                 self._engine = engine
             if self._thread is None and not self._is_closed:
@@ -107,10 +108,10 @@ class Learner(forks.Forked):
                 )
                 self._thread.start()
 
-    def request_ended(self, engine: Engine) -> None:
-        """Note the end of a request; learning resumes after a while."""
+    def request_ended(self, request: Request) -> None:
+        """Note the end of a request; learning resumes a while after that of the last one."""
         with self._lock:
-            self._busy.discard(engine.ctx)
+            self._busy.get(request.engine.ctx, set()).discard(id(request))
             self._last_end = time.monotonic()
             self._changed.notify_all()
 
@@ -120,7 +121,7 @@ class Learner(forks.Forked):
         If this thread is the learning thread, which may hold the last reference, do not wait.
         """
         with self._lock:
-            self._busy.discard(ctx)
+            self._busy.pop(ctx, None)
             if self._engine is None or self._engine.ctx != ctx:
                 return
             self._engine = None
@@ -174,7 +175,9 @@ class Learner(forks.Forked):
 
     def _is_idle(self) -> bool:
         now = time.monotonic()
-        return not self._busy and now >= max(self._last_end + self._idle_s, self._retries_at)
+        return not any(self._busy.values()) and now >= max(
+            self._last_end + self._idle_s, self._retries_at
+        )
 
     def _pause(self, _n: int = 0) -> None:
         """Wait until the device is idle.

@@ -90,7 +90,7 @@ def test_example_is_called(name, make, called):
     hooks.register("example", plugin)
     if name in {"llmaas_turn", "llmaas_request_resume"}:
         hooks.register("interrupting", Interrupting())
-    if name == "llmaas_together":
+    if name in {"llmaas_together", "llmaas_request_switch"}:
         hooks.register("aside", Aside())
     installed = install(hooks)
     try:

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from batched import GREEDY, PROMPTS, at_once, batches, one_by_one, streamed
 from served import ENDLESS, LONG_N_CTX, completion, completion_text, drain, serving, wait_until
 
 pytest.importorskip("fastapi")
@@ -28,8 +29,6 @@ codec = "{codec}"
 store = "kv"
 parked_tokens = {parked}
 """
-PROMPTS = ("Once upon a time", "The dog", "My sister and I", "In a small house", "A king")
-GREEDY = {"temperature": 0.0, "repeat_penalty": 1.0, "max_tokens": 40}
 LONG = ENDLESS | {"max_tokens": 600}
 
 
@@ -37,42 +36,6 @@ def together(folder, most=4, codec="int8", parked=0, timeout_s=30, **engine):
     """Start a server whose batches are evaluated token by token, as those of calls alone."""
     config = CONFIG.format(most=most, codec=codec, parked=parked, timeout_s=timeout_s)
     return serving(folder, config=config, n_ctx=LONG_N_CTX, **engine)
-
-
-def streamed(server, body):
-    with completion(server, body | {"stream": True}) as answer:
-        events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
-    return "".join(event["choices"][0]["text"] for event in events)
-
-
-def at_once(*asks):
-    """Return the results of functions that are called on threads at the same time."""
-    found = {}
-
-    def keep(i, ask):
-        found[i] = ask()
-
-    threads = [threading.Thread(target=keep, args=pair) for pair in enumerate(asks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return [found[i] for i in range(len(asks))]
-
-
-def one_by_one(server, asks):
-    """Return the results of calls, before each of which another one takes their cells."""
-    found = []
-    for ask in asks:
-        completion_text(server, GREEDY | {"prompt": "Some other text", "max_tokens": 1})
-        found.append(ask())
-    return found
-
-
-def batches(server):
-    """Return the number of batches of several calls so far, and of their tokens."""
-    found = server.status()["together"]
-    return found["batches"], found["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +181,7 @@ def test_the_service_stops_in_the_middle(tmp_path, how):
         assert "Traceback" not in server.log()
 
 
-def test_calls_with_promises_run_alone(tmp_path):
+def test_calls_with_promises_go_first(tmp_path):
     config = CONFIG.format(most=4, codec="int8", parked=0, timeout_s=30)
     with serving(tmp_path, config=config + "[plugins.deadlines]\n", n_ctx=LONG_N_CTX) as server:
         alone = completion_text(server, GREEDY | {"prompt": PROMPTS[0]})
@@ -244,6 +207,26 @@ def test_calls_with_promises_run_alone(tmp_path):
         n_batches, _ = batches(server)
         assert completion_text(server, soon) == alone
         assert batches(server)[0] == n_batches
+
+
+@pytest.mark.parametrize(("tpot", "shares"), [("9 s", True), ("1 ms", False)])
+def test_calls_with_promises_share_batches_that_keep_them(tmp_path, tpot, shares):
+    config = CONFIG.format(most=4, codec="int8", parked=0, timeout_s=30)
+    with serving(tmp_path, config=config + "[plugins.deadlines]\n", n_ctx=LONG_N_CTX) as server:
+        body = GREEDY | {"prompt": PROMPTS[0]}
+        alone = completion_text(server, body)
+        others = [
+            threading.Thread(target=completion_text, args=(server, LONG | {"prompt": prompt}))
+            for prompt in PROMPTS[1:3]
+        ]
+        for thread in others:
+            thread.start()
+        wait_until(lambda: batches(server)[0] > 5)
+        assert completion_text(server, body | {"slo": {"tpot": tpot}}) == alone
+        n_alone = server.status()["together"]["alone"]
+        assert n_alone <= 2 if shares else n_alone >= 30
+        for thread in others:
+            thread.join(120)
 
 
 @pytest.mark.parametrize("parked", [0, 2048])

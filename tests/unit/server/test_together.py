@@ -7,59 +7,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from llmaas_hooks import NO_PROMISE, Limit, Promise
+from llmaas_hooks import NO_PROMISE, DecodeStep, Limit, Promise
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned
-from llmaas_plugins.server.calls import Stage
-from llmaas_plugins.server.together import Member, Pieces, Together, next_member
-
-PIECE, TOKEN, READY, AWAY, BACK = (
-    Member(stage) for stage in (Stage.PIECE, Stage.TOKEN, Stage.READY, Stage.AWAY, Stage.BACK)
-)
-SOON = Member(Stage.AWAY, is_expected=True)
-OVER = Member(Stage.PIECE, is_over=True)
-
-
-@pytest.mark.parametrize(
-    ("members", "may_step", "found"),
-    [
-        ([], True, None),
-        ([PIECE, AWAY], True, None),
-        ([TOKEN, PIECE, TOKEN], True, 0),
-        ([TOKEN, PIECE, TOKEN], False, None),
-        ([TOKEN, BACK, READY, READY], True, 2),
-        ([TOKEN, BACK, AWAY], True, 1),
-        ([AWAY, TOKEN], True, 1),
-        ([SOON, TOKEN], True, None),
-        ([SOON, TOKEN, BACK], True, 2),
-        ([READY, OVER], True, 1),
-        ([Member(Stage.AWAY, is_over=True), TOKEN], True, 1),
-        ([Member(Stage.TOKEN, is_over=True), TOKEN], False, 0),
-    ],
-)
-def test_who_is_next(members, may_step, found):
-    assert next_member(members, may_step=may_step) == found
-
-
-def test_pieces_take_as_long_as_a_batch():
-    pieces = Pieces()
-    pieces.evaluated(64, 0.001)
-    assert pieces.n_tokens == 128
-    pieces.evaluated(64, 9.0)  # the rest of a prompt, or another call's
-    assert pieces.n_tokens == 128
-    pieces.evaluated(128, 0.3)
-    assert pieces.n_tokens == 64
-    pieces.stepped(1.0)  # weights are read from disk, whatever the number of tokens
-    for _ in range(4):
-        pieces.evaluated(pieces.n_tokens, 1.0)
-    assert pieces.n_tokens == 64
-    pieces.stepped(2.0)
-    for _ in range(8):
-        pieces.evaluated(pieces.n_tokens, 1.0)
-    assert pieces.n_tokens == 512
-    for _ in range(10):
-        pieces.evaluated(pieces.n_tokens, 5.0)
-    assert pieces.n_tokens == 8
+from llmaas_plugins.server.together import Together
 
 
 class Engine:
@@ -76,8 +27,8 @@ class Engine:
 class Seat:
     """Seat of a call on such an engine."""
 
-    def __init__(self, engine, name):
-        self.engine, self.name = engine, name
+    def __init__(self, engine, name, level=0):
+        self.engine, self.name, self.level = engine, name, level
         self.is_aside, self.can_leave, self.is_evaluated = False, True, False
 
     def leave(self):
@@ -94,6 +45,7 @@ class Seat:
         seats = [self, *others]
         assert self.engine.user is None
         assert all(seat.is_aside for seat in seats)
+        assert {seat.level for seat in seats} == {self.level}
         if self.engine.fails:
             return None
         for seat in seats:
@@ -115,10 +67,10 @@ def together():
 class Caller:
     """Call that runs in a task, and whose work is done on other threads."""
 
-    def __init__(self, together, engine, name, promise=NO_PROMISE):
+    def __init__(self, together, engine, name, promise=NO_PROMISE, level=0):
         self.together, self.name = together, name
         self.call = together.enter(name, promise)
-        self.seat = Seat(engine, name)
+        self.seat = Seat(engine, name, level)
         self.n_alone = 0
 
     async def run(self, n_tokens):
@@ -130,18 +82,30 @@ class Caller:
             self.together.leave(self.call)
 
     def _work(self, n_tokens):
+        engine = self.seat.engine
         for n_left in (200, 100, *[0] * n_tokens):
+            engine.user = self.name  # maybe in the place of one that it interrupts
             self.together.llmaas_turn(n_left, self.seat)
             assert self.together.running is self.call
-            self.n_alone += not (n_left or self.seat.is_evaluated)
+            engine.user = self.name
+            if not (n_left or self.seat.is_evaluated):
+                self.n_alone += 1
+                self.together.end_if_unwanted(DecodeStep(0, 1, 0.001))
+            self.seat.is_evaluated = False
         self.seat.can_leave = False
-        self.seat.engine.user = None
+        engine.user = None
 
 
-async def until(condition):
-    with anyio.fail_after(10):
-        while not condition():  # noqa: ASYNC110  threads change it
-            await anyio.sleep(0.001)
+async def until(condition, together=None):
+    """Wait for a condition; if it does not come, end all calls, whose threads go on otherwise."""
+    try:
+        with anyio.fail_after(20):
+            while not condition():  # noqa: ASYNC110  threads change it
+                await anyio.sleep(0.001)
+    except TimeoutError:
+        if together is not None:
+            together.end_running()
+        raise
 
 
 def test_calls_are_decoded_together(together, engine):
@@ -156,6 +120,21 @@ def test_calls_are_decoded_together(together, engine):
         assert len(together) == 0
         assert max(map(len, engine.batches)) == 3
         assert together.n_batch_tokens == sum(map(len, engine.batches))
+
+    anyio.run(story)
+
+
+def test_calls_of_two_levels_take_turns(together, engine):
+    """A call alone at its level gets as many tokens as the others meanwhile."""
+
+    async def story():
+        levels = {"a": 0, "b": 4, "c": 0}
+        callers = [Caller(together, engine, name, level=level) for name, level in levels.items()]
+        async with anyio.create_task_group() as group:
+            for caller in callers:
+                group.start_soon(caller.run, 50)
+        first = engine.batches.index({"a", "c"})
+        assert 29 <= engine.batches[first : first + 60].count({"b"}) <= 31
 
     anyio.run(story)
 
@@ -206,14 +185,67 @@ def test_a_call_that_is_over_leaves_the_others(together, engine):
     anyio.run(story)
 
 
-def test_calls_with_promises_keep_the_engine(together, engine):
+@pytest.mark.parametrize(
+    ("promise", "shares"),
+    [
+        (Promise(Limit(5.0), Limit(5.0)), True),
+        (Promise(Limit(5.0), Limit(1e-4)), False),
+        (Promise(Limit(5.0)), True),
+    ],
+)
+def test_calls_with_promises_share_batches_that_keep_them(together, engine, promise, shares):
+    """A batch of the engine takes 1 ms."""
+
+    async def story():
+        first, second = Caller(together, engine, "a", promise), Caller(together, engine, "b")
+        async with anyio.create_task_group() as group:
+            group.start_soon(first.run, 30)
+            group.start_soon(second.run, 30)
+        assert ({"a", "b"} in engine.batches) == shares
+        assert shares or first.n_alone == 30
+
+    anyio.run(story)
+
+
+def test_calls_with_promises_share_with_each_other(engine):
+    """One that would be late interrupts the others, and they all share once it answers."""
+    together = Together(ServiceConfig(most_together=3, longest_overtaken_s=0.2))
+
+    async def story():
+        async def run(caller):
+            try:
+                await caller.run(10**6)
+            except Abandoned:
+                engine.user = None
+
+        async with anyio.create_task_group() as group:
+            for name in "abc":
+                caller = Caller(together, engine, name, Promise(Limit(0.2), Limit(5.0)))
+                group.start_soon(run, caller)
+                await until(lambda caller=caller: caller.call.first_s is not None, together)
+            await until(lambda: engine.batches.count({"a", "b", "c"}) > 10, together)
+            together.stop()
+            together.end_running()
+        assert len(together) == 0
+
+    anyio.run(story)
+
+
+def test_a_call_shares_nothing_while_another_waits_for_its_first_token(together, engine):
     async def story():
         first = Caller(together, engine, "a", Promise(Limit(5.0), Limit(5.0)))
         second = Caller(together, engine, "b")
         async with anyio.create_task_group() as group:
-            group.start_soon(first.run, 10)
-            group.start_soon(second.run, 10)
-        assert engine.batches == []
+            group.start_soon(first.run, 1000)
+            group.start_soon(second.run, 1000)
+            await until(lambda: engine.batches.count({"a", "b"}) > 10)
+            third = Caller(together, engine, "c", Promise(Limit(60.0)))
+            n_before, n_alone = len(engine.batches), first.n_alone
+            group.start_soon(third.run, 10)
+            await until(lambda: third.call.first_s is not None)
+        assert first.n_alone > n_alone + 100
+        shared = [batch for batch in engine.batches[n_before:] if {"a", "b"} <= batch]
+        assert len(shared) < 10
 
     anyio.run(story)
 
