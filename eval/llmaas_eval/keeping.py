@@ -31,6 +31,8 @@ REPORTS = (
     "llmaas_eval.deadlines.loaded.kept",
     "llmaas_eval.tasks.report",
     "llmaas_eval.prompts.narrow_tables",
+    "llmaas_eval.prompts.gap_tables",
+    "llmaas_eval.prompts.short_tables",
     "llmaas_eval.pareto.report",
     "llmaas_eval.benchmarks.kv_chunks",
     "llmaas_eval.benchmarks.engine",

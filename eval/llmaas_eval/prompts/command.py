@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from llmaas_eval.elastic.prepared import prepared
 from llmaas_eval.measured import measured_once
 from llmaas_eval.prompts.report import report
 from llmaas_eval.results import write
+from llmaas_hooks import LlmaasError
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.reference_model import reference_model_path
@@ -27,6 +27,7 @@ __all__ = ["Options", "Row", "finish", "kept", "parse", "parser_of"]
 Row = dict[str, Any]
 
 _Item = TypeVar("_Item")
+_N_QUICK = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,18 @@ class Options:
     out: Path
 
 
-def parser_of(study: str, n: int, items: str) -> argparse.ArgumentParser:
-    """Return a parser of the common options; the description is the caller's docstring.
+def parser_of(study: str, description: str | None, n: int, items: str) -> argparse.ArgumentParser:
+    """Return a parser of the common options.
 
     Args:
         study: Name of the study's module.
+        description: The module's docstring.
         n: Number of items by default.
         items: Kind of items, in the plural.
     """
-    module = inspect.getmodule(inspect.stack()[1][0])
     parser = argparse.ArgumentParser(
         prog=f"python -m llmaas_eval.prompts.{study}",
-        description=None if module is None else module.__doc__,
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -70,22 +71,22 @@ def parser_of(study: str, n: int, items: str) -> argparse.ArgumentParser:
     add("--data", type=Path, default=DATA, help="folder of the data sets; %(default)s")
     add("-n", type=int, default=n, help=f"number of {items}; %(default)s")
     add("-o", "--out", type=Path, default=Path("build/prompts"), help="folder; %(default)s")
-    add("--quick", action="store_true", help=f"two {items}, as a check only")
+    add("--quick", action="store_true", help=f"{_N_QUICK} {items}, as a check only")
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the arguments, with ``options``: prepare the model if it is not prepared."""
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, Options]:
+    """Return the arguments and the common options; prepare the model if it is not prepared."""
     args = parser.parse_args(argv)
-    folder = args.out / "kept"
-    folder.mkdir(parents=True, exist_ok=True)
+    (args.out / "kept").mkdir(parents=True, exist_ok=True)
     try:
         is_prepared = read_elastic(args.model) is not None
         model = args.model if is_prepared else prepared(args.model, args.out, is_quick=True)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (LlmaasError, OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
-    args.options = Options(model, args.data, 2 if args.quick else args.n, args.out)
-    return args
+    return args, Options(model, args.data, _N_QUICK if args.quick else args.n, args.out)
 
 
 def kept(

@@ -30,12 +30,12 @@ _LENGTHS, _N_REST = (128, 384), 32
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and write the output; return the exit status."""
-    parser = parser_of("continuation", 300, "conversations")
+    parser = parser_of("continuation", __doc__, 300, "conversations")
     add = parser.add_argument
     add("--scorers", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     add("--shares", type=float, nargs="+", default=SHARES, help="shares of the tokens to keep")
-    args = parse(parser, argv)
-    options, arms = args.options, {"scorers": args.scorers, "shares": args.shares}
+    args, options = parse(parser, argv)
+    arms = {"scorers": args.scorers, "shares": args.shares}
     about = {"study": "continuation", "lengths": _LENGTHS, "n_rest": _N_REST, **arms}
     with opened(options.model, _LENGTHS[1] + _N_REST) as engine:
         found = passages(engine, options.data, options.n, _LENGTHS, _N_REST)

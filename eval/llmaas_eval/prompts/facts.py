@@ -3,9 +3,10 @@
     python -m llmaas_eval.prompts.facts --model recall.gguf
 
 Facts are stated in a conversation and asked for at its end, with a copy of the reference model that
-``llmaas_eval.tolerance.train_recall`` trained. Each scorer shortens the prompt to the same number
-of tokens. No scorer may have been trained on these facts' sentences (``tolerance.recall``). A
-stopped run goes on with the same command.
+``llmaas_eval.tolerance.train_recall`` trained. They are anywhere in it, so that no part of a prompt
+is better to keep than another. Each scorer shortens the prompt to the same number of tokens. No
+scorer may have been trained on these facts' sentences (``tolerance.recall``). A stopped run goes on
+with the same command.
 """
 
 from __future__ import annotations
@@ -19,31 +20,34 @@ from llmaas_eval.data import chat_lines
 from llmaas_eval.prompts.command import Row, finish, kept, parse, parser_of
 from llmaas_eval.prompts.engine import Engine, opened
 from llmaas_eval.prompts.passages import Passage
-from llmaas_eval.prompts.recalls import Context, Layout, as_passage, contexts
+from llmaas_eval.prompts.recalls import PROBES, Context, Layout, as_passage, contexts
 from llmaas_eval.prompts.scorers import NAMES, Material, Scorer, scorers_of
 from llmaas_eval.prompts.shorter import SHARES, Shorter, shorter
 from llmaas_eval.prompts.words import words_of
 
 __all__ = ["main"]
 
-_N_FACTS, _CHARACTERS, _LONGEST, _QUESTION = 6, (200, 1000), 448, 64
-"""Number of facts, characters of distraction, most tokens, and room for a question and answer."""
+_N_FACTS, _CHARACTERS, _MOST_BEFORE = 6, (100, 900), 500
+"""Number of facts, and characters of distraction among and after them, and before them."""
+_LONGEST, _QUESTION = 512, 64
+"""Most tokens of a conversation, and room for a question and its answer."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and write the output; return the exit status."""
-    parser = parser_of("facts", 200, "conversations of each kind of facts")
+    parser = parser_of("facts", __doc__, 200, "conversations of each kind of facts")
     add = parser.add_argument
     add("--scorers", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     add("--shares", type=float, nargs="+", default=SHARES, help="shares of the tokens to keep")
+    add("--probes", nargs="+", choices=PROBES, default=PROBES, help="kinds of facts")
     add("--facts", type=int, default=_N_FACTS, help="facts in each conversation; %(default)s")
-    args = parse(parser, argv)
-    options, arms = args.options, {"scorers": args.scorers, "shares": args.shares}
-    layout = Layout(args.facts, _CHARACTERS, _LONGEST)
-    about = {"study": "facts", "layout": layout, **arms}
+    args, options = parse(parser, argv)
+    arms = {"scorers": args.scorers, "shares": args.shares}
+    layout = Layout(args.facts, _CHARACTERS, _LONGEST, _MOST_BEFORE)
+    about = {"study": "facts", "layout": layout, "probes": args.probes, **arms}
     with opened(options.model, _LONGEST + _QUESTION) as engine:
         chats = chat_lines(options.data, "sgd_dev")
-        found = contexts(engine, chats, options.n, layout)
+        found = contexts(engine, chats, options.n, layout, args.probes)
         scorers = scorers_of(engine, args.scorers)
         rows = kept(
             options, about, found, lambda one: list(_measured(engine, one, scorers, args.shares))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,15 +70,24 @@ def settings(
 
 
 def feasible(
-    some: Sequence[Setting], cost: Mapping[float, Cost], ttft: float, tpot: float
+    some: Sequence[Setting],
+    cost: Mapping[float, Cost],
+    limits: tuple[float, float],
+    scorer: float = 0.0,
 ) -> NDArray[np.bool_]:
-    """Return which settings are within limits, which are shares of the whole model's times.
+    """Return which settings are within limits.
 
-    A prompt costs its share times its level's cost; the scorer's own time does not count.
+    Args:
+        some: The settings.
+        cost: Costs of levels.
+        limits: Largest times of a first token and of a further one, as shares of the whole model's.
+        scorer: Time of the scorer, as a share of the whole model's time to the first token. Whole
+            prompts need no scorer.
     """
+    ttft, tpot = (limit + _ROUNDING for limit in limits)
     return np.array([
-        one.share * cost[one.prefill].prefill <= ttft + _ROUNDING
-        and cost[one.decode].decode <= tpot + _ROUNDING
+        one.share * cost[one.prefill].prefill + (scorer if one.share < 1 else 0.0) <= ttft
+        and cost[one.decode].decode <= tpot
         for one in some
     ])  # fmt: skip
 
@@ -101,28 +110,35 @@ def chosen(
         kinds: Kind of each prompt.
     """
     allowed = np.where(is_feasible, quality, -np.inf)
-    return Chosen(
-        _crossed(quality, allowed, np.zeros(len(kinds))),
-        _crossed(quality, allowed, kinds),
-        allowed.max(axis=1),
-        some[_best(allowed)],
-    )
+    constant, by_kind = np.empty((2, len(quality)))
+    halves = _halves(kinds)
+    for mine, others in (halves, ~halves), (~halves, halves):
+        constant[mine] = quality[mine, _best(allowed, others, mine)]
+        for kind in np.unique(kinds[mine]):
+            of_it = kinds == kind
+            best = _best(allowed, others & of_it, mine & of_it)
+            by_kind[mine & of_it] = quality[mine & of_it, best]
+    everything = np.ones(len(quality), np.bool_)
+    best = _best(allowed, everything, everything)
+    return Chosen(constant, by_kind, allowed.max(axis=1), some[best])
 
 
-def _crossed(quality: Values, allowed: Values, groups: NDArray[Any]) -> Values:
-    """Return each prompt's quality with the setting that is best on half of its group."""
-    found = np.empty(len(quality))
-    for group in np.unique(groups):
-        places = np.flatnonzero(groups == group)
-        for mine, others in (places[::2], places[1::2]), (places[1::2], places[::2]):
-            judges = others if len(others) else mine  # a single prompt, as in quick runs
-            found[mine] = quality[mine, _best(allowed[judges])]
-    return found
+def _halves(kinds: NDArray[np.str_]) -> NDArray[np.bool_]:
+    """Return which prompts are in the first of two halves, in which each kind is the same share."""
+    is_first = np.empty(len(kinds), np.bool_)
+    for kind in np.unique(kinds):
+        places = np.flatnonzero(kinds == kind)
+        is_first[places] = np.arange(len(places)) % 2 == 0
+    return is_first
 
 
-def _best(quality: Values) -> int:
-    """Return the best constant setting; of equal ones, the first."""
-    return int(quality.mean(axis=0).argmax())
+def _best(quality: Values, judges: NDArray[np.bool_], instead: NDArray[np.bool_]) -> int:
+    """Return the setting that is best on some prompts, or on others if there are none of these.
+
+    The first of equal ones counts.
+    """
+    some = quality[judges if judges.any() else instead]
+    return int(some.mean(axis=0).argmax()) if len(some) else 0
 
 
 def _number(text: str) -> float:

@@ -31,6 +31,8 @@ _LIMITS = (
 )
 """Limits in percent of the whole model's times: of the first token, and of each further one."""
 _N_ANSWER = 4
+_READING = ("attention", "self_information")
+"""Scorers that read the prompt at the narrowest level."""
 
 
 def _agreement(outputs: Sequence[Output]) -> Table:
@@ -96,22 +98,39 @@ def _kinds(outputs: Sequence[Output]) -> Table:
 def _by_limit(
     outputs: Sequence[Output], quality_of: Quality
 ) -> Iterator[tuple[str, str, Chosen, Chosen | None]]:
-    """Yield scorer, limits, and what is chosen with all settings and with whole prompts only."""
+    """Yield scorer, limits, and what is chosen with all settings and with whole prompts only.
+
+    Limits that no setting meets are left out.
+    """
     rows, found = rows_of(outputs, "oracle_gap"), outputs[0]["settings"]
     some = settings(found["shares"], found["prefills"], found["decodes"])
     cost, is_whole = costs(load("elastic-time")), np.array([one.share == 1 for one in some])
-    for scorer in found["scorers"]:
+    narrowest = min(one.prefill for one in cost.values())
+    for scorer, name, seconds in _timed(found["scorers"], narrowest):
         mine = [row for row in rows if row["scorer"] == scorer]
         quality, kinds = quality_of(mine), np.array([row["kind"] for row in mine])
         for limits in _LIMITS:
-            may = feasible(some, cost, *(one / 100 for one in limits))
+            may = feasible(some, cost, (limits[0] / 100, limits[1] / 100), seconds)
+            if not may.any():
+                continue
             widths = may & is_whole
             yield (
-                scorer,
+                name,
                 " / ".join(f"{one} %" for one in limits),
                 chosen(quality, some, may, kinds),
                 chosen(quality, some, widths, kinds) if widths.any() else None,
             )
+
+
+def _timed(scorers: Sequence[str], narrowest: float) -> Iterator[tuple[str, str, float]]:
+    """Yield scorers, how tables name them, and the time that counts, a share of the whole model's.
+
+    Scorers that read the prompt at the narrowest level come without and with that time.
+    """
+    for scorer in scorers:
+        yield scorer, scorer, 0.0
+        if scorer in _READING:
+            yield scorer, f"{scorer}, timed", narrowest
 
 
 def _is_agreeing(rows: Sequence[Row]) -> Values:

@@ -30,12 +30,11 @@ _QUESTION = 64
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and write the output; return the exit status."""
-    parser = parser_of("narrow_recall", 60, "conversations of each kind of facts")
+    parser = parser_of("narrow_recall", __doc__, 60, "conversations of each kind of facts")
     add = parser.add_argument
     add("--levels", type=float, nargs="+", default=_LEVELS, help="levels; 1 is always measured")
     add("--facts", type=int, default=3, help="facts in each conversation; %(default)s")
-    args = parse(parser, argv)
-    options = args.options
+    args, options = parse(parser, argv)
     levels = sorted({1.0, *args.levels}, reverse=True)
     layout = Layout(args.facts, _CHARACTERS, _LONGEST)
     about = {"study": "narrow_recall", "levels": levels, "layout": layout}

@@ -48,11 +48,10 @@ class _Grid(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and write the output; return the exit status."""
-    parser = parser_of("oracle_gap", 300, "prompts")
+    parser = parser_of("oracle_gap", __doc__, 300, "prompts")
     add = parser.add_argument
     add("--scorers", nargs="+", choices=NAMES, default=["random", "attention"])
-    args = parse(parser, argv)
-    options = args.options
+    args, options = parse(parser, argv)
     grid = _Grid(args.scorers, _SHARES, _PREFILLS, _DECODES)
     about = {"study": "oracle_gap", "lengths": _LENGTHS, "layout": _LAYOUT, **grid._asdict()}
     with opened(options.model, _LONGEST) as engine:

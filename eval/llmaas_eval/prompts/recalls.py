@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -10,14 +10,21 @@ import numpy as np
 
 from llmaas_eval.prompts.engine import Engine
 from llmaas_eval.prompts.passages import Passage
-from llmaas_eval.tolerance.recall import Fact, Question, make_alike, make_facts, make_recall
+from llmaas_eval.tolerance.recall import (
+    Fact,
+    Question,
+    distraction,
+    make_alike,
+    make_facts,
+    make_recall,
+)
 from llmaas_hooks import Tokens
 
 __all__ = ["PROBES", "Asked", "Context", "Layout", "as_passage", "contexts"]
 
-PROBES: Mapping[str, str] = {"facts": "about different things", "alike": "that resemble each other"}
-"""Probes of recall, and their facts."""
 _MAKERS = {"facts": make_facts, "alike": make_alike}
+PROBES = tuple(_MAKERS)
+"""Probes of recall: facts about different things, and facts that resemble each other."""
 
 
 class Layout(NamedTuple):
@@ -25,13 +32,15 @@ class Layout(NamedTuple):
 
     Attributes:
         n_facts: Number of facts in each.
-        characters: Range of the characters of distraction.
+        characters: Range of the characters of distraction; facts are in its first quarter.
         longest: Most tokens.
+        most_before: Most characters of more distraction, before the first fact.
     """
 
     n_facts: int
     characters: tuple[int, int]
     longest: int
+    most_before: int = 0
 
 
 class Asked(NamedTuple):
@@ -65,17 +74,22 @@ class Context(NamedTuple):
 
 
 def contexts(
-    engine: Engine, chats: Sequence[Sequence[str]], n: int, layout: Layout
+    engine: Engine,
+    chats: Sequence[Sequence[str]],
+    n: int,
+    layout: Layout,
+    probes: Sequence[str] = PROBES,
 ) -> Iterator[Context]:
-    """Yield ``n`` contexts of each probe; the two probes take turns.
+    """Yield ``n`` contexts of each probe; the probes take turns.
 
     Args:
         engine: Engine whose tokens are used.
         chats: Lines of conversations for distraction.
         n: Number of contexts of each probe.
         layout: Sizes of the contexts.
+        probes: Names of probes.
     """
-    randoms = {probe: Random(f"prompts {probe}") for probe in PROBES}  # noqa: S311 - texts
+    randoms = {probe: Random(f"prompts {probe}") for probe in probes}  # noqa: S311 - texts
     for number in range(n):
         for probe, random in randoms.items():
             yield _context(engine, chats, (probe, number), random, layout)
@@ -98,11 +112,19 @@ def _context(
     while True:
         facts = _MAKERS[name[0]](random, layout.n_facts)
         recall = make_recall(random, chats, facts, random.randrange(*layout.characters))
-        tokens = engine.tokens(recall.context)
+        text = _before(random, chats, layout.most_before) + recall.context
+        tokens = engine.tokens(text)
         if len(tokens) <= layout.longest:
             pairs = zip(facts, recall.questions, strict=True)
-            asked = [_asked(engine, recall.context, *pair) for pair in pairs]
+            asked = [_asked(engine, text, *pair) for pair in pairs]
             return Context(*name, tokens, asked)
+
+
+def _before(random: Random, chats: Sequence[Sequence[str]], most: int) -> str:
+    """Return distraction of a random length; none, and no random choice, if ``most`` is 0."""
+    if most == 0:
+        return ""
+    return "".join(f"{line}\n" for line in distraction(random, chats, random.randrange(most + 1)))
 
 
 def _asked(engine: Engine, context: str, fact: Fact, question: Question) -> Asked:

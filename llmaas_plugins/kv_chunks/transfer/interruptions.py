@@ -1,4 +1,4 @@
-"""What one engine's interrupted requests need before others use its cells.
+"""State that one engine's interrupted requests need before others use its cells.
 
 The next request on the engine waits until an interrupted one is saved. So a request whose cells
 will stay in the engine is saved only when many of its tokens are not. If such cells are lost after

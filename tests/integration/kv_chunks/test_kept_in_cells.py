@@ -195,7 +195,7 @@ def test_attention_is_counted_on(reference_model, tmp_path):
 
 
 class Uses:
-    """What an app may do itself while its request waits."""
+    """Things that an app may do itself while its request waits."""
 
     @staticmethod
     def a_batch_of_its_own(llama):

@@ -71,29 +71,36 @@ def test_costs_are_shares_of_the_whole_models_times():
 
 
 def test_a_limit_excludes_long_prompts_and_wide_levels():
-    may = feasible(SOME, costs(TIMES), 0.3, 0.6)
+    may = feasible(SOME, costs(TIMES), (0.3, 0.6))
     assert [one for one, is_in in zip(SOME, may, strict=True) if is_in] == [
         Setting(1.0, 0.2, 0.5),
         Setting(0.5, 0.5, 0.5),
         Setting(0.5, 0.2, 0.5),
     ]
-    assert feasible(SOME, costs(TIMES), 1.0, 1.0).all()
+    assert feasible(SOME, costs(TIMES), (1.0, 1.0)).all()
+    may = feasible(SOME, costs(TIMES), (0.5, 1.0), scorer=0.2)
+    assert {one[:2] for one, is_in in zip(SOME, may, strict=True) if is_in} == {
+        (1.0, 0.2), (0.5, 0.5), (0.5, 0.2),
+    }  # fmt: skip
 
 
 def test_the_oracle_takes_each_prompts_best_and_a_constant_is_chosen_on_other_prompts():
-    quality = np.zeros((4, len(SOME)))
+    """Setting 1 is right for prompts of one kind, and 2 for those of the other."""
+    kinds = np.array(["mail", "mail", "notes", "notes", "notes", "notes"])
+    quality = np.zeros((6, len(SOME)))
     quality[:, 0] = 1  # excluded below
-    quality[[0, 2], 1] = 1
-    quality[[1, 3], 2] = 1
-    quality[3, 1] = 0.5
+    quality[:2, 1] = 1
+    quality[2:, 2] = 1
     may = np.arange(len(SOME)) > 0
-    kinds = np.array(["odd", "even", "odd", "even"])
     found = chosen(quality, SOME, may, kinds)
-    assert found.oracle.tolist() == [1, 1, 1, 1]
-    assert found.best == SOME[1]
-    # the even prompts' best is 1, and is judged on the odd ones; that of the odd ones is 2
-    assert found.constant.tolist() == [0, 0, 0, 0.5]
-    assert found.by_kind.tolist() == [1, 1, 1, 1]
+    assert found.oracle.tolist() == [1] * 6
+    assert found.best == SOME[2]
+    assert found.constant.tolist() == [0, 0, 1, 1, 1, 1]
+    assert found.by_kind.tolist() == [1] * 6
+    quality[[2, 4], 2], quality[[2, 4], 3] = 0, 1  # every second prompt needs another setting
+    found = chosen(quality, SOME, may, kinds)
+    assert found.by_kind.tolist() == [1, 1, 0, 0, 0, 0]
+    assert found.oracle.tolist() == [1] * 6
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -150,6 +157,13 @@ def test_gains_are_against_settings_with_whole_prompts():
         "100 % · 20 % · 100 %", "0.0 % (0.0–0.0)", "+100.0 (+100.0 to +100.0)",
     ]  # fmt: skip
     assert cells["20 % / 100 %"][7:] == ["impossible", "", ""]
+    timed = [row | {"scorer": "attention"} for row in rows]
+    lines = gap_tables.TABLES["prompts-oracle-agreement"](
+        [output("oracle_gap", timed, **grid | {"scorers": ["attention"]})]
+    ).rows
+    assert [line[2] for line in lines if line[1] == "30 % / 100 %"] == [
+        "50 % · 20 % · 100 %", "100 % · 20 % · 100 %",
+    ]  # fmt: skip
     lines = gap_tables.TABLES["prompts-oracle-nats"]([found]).rows
     assert [line[2:4] for line in lines if line[1] == "30 % / 100 %"] == [
         ["50 % · 20 % · 100 %", "0.50"]

@@ -94,9 +94,12 @@ def test_scorers_leave_the_cells_as_they_were(engine):
     assert engine.read(tokens[6:], at=6) == pytest.approx(expected, abs=0.02)
 
 
-def test_questions_know_how_far_their_fact_is(engine):
-    layout = Layout(3, (300, 400), 400)
-    for context in contexts(engine, packaged_lines(), 2, layout):
+@pytest.mark.parametrize("most_before", [0, 400])
+def test_questions_know_how_far_their_fact_is(engine, most_before):
+    layout = Layout(3, (300, 400), 400, most_before)
+    found = list(contexts(engine, packaged_lines(), 2, layout))
+    assert [one.probe for one in found] == ["facts", "alike", "facts", "alike"]
+    for context in found:
         for question, asked in enumerate(context.asked):
             one = as_passage(context, question)
             text = "".join(engine.pieces(one.prompt))
@@ -105,6 +108,14 @@ def test_questions_know_how_far_their_fact_is(engine):
             stem = text.rpartition("Assistant: ")[2].lower()
             assert before.lower().endswith(f"{stem} {answer.lower()}")
             assert len(one.prompt) <= layout.longest + one.n_question
+
+
+def test_facts_may_be_anywhere(engine):
+    layout = Layout(1, (100, 900), 500, 900)
+    found = list(contexts(engine, packaged_lines(), 12, layout, ["facts"]))
+    places = [1 - one.asked[0].distance / len(one.tokens) for one in found]
+    assert min(places) < 0.35
+    assert max(places) > 0.6
 
 
 def test_passages_end_where_a_speaker_begins(engine, data):
