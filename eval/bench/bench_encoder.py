@@ -58,6 +58,7 @@ def prompt():
         starts=np.arange(N_WORDS + 1, dtype=np.int32),
         words=tuple(f" w{number}" for number in numbers),
         is_protected=np.zeros(N_WORDS, bool),
+        is_frequent=np.zeros(N_WORDS, bool),
         question=N_WORDS,
     )
 

@@ -26,12 +26,15 @@ class Shortened:
         is_kept: Whether a word is kept, shape ``(n_words,)``.
         tokens: Tokens of the kept words, in their order, shape ``(n_read,)``.
         exceeds: Whether the protected words alone are more than the budget; only they are kept.
+        is_crowded: Whether numbers, names and quoted words are judged as all others, because with
+            them the protected words would take more than half of the budget.
     """
 
     prompt: Prompt
     is_kept: NDArray[np.bool_]
     tokens: Tokens
     exceeds: bool
+    is_crowded: bool
 
     @property
     def n_left_out(self) -> int:
@@ -56,7 +59,7 @@ def n_read(prompt: Prompt, n_budget: int) -> int:
 
     Without protected words of many tokens, the true number is less by less than one word.
     """
-    n_protected = int(np.diff(prompt.starts)[prompt.is_protected].sum())
+    n_protected = _n_tokens(prompt, _protected(prompt, n_budget))
     return min(len(prompt.tokens), max(n_budget, n_protected))
 
 
@@ -71,9 +74,12 @@ def shorten(prompt: Prompt, scores: NDArray[np.float32], n_budget: int) -> Short
         prompt: The prompt.
         scores: Number for each word, shape ``(n_words,)``. NaN counts as the smallest.
         n_budget: Most tokens to keep. If the protected words are more, exactly they are kept.
+            Numbers, names and quoted words are protected if this leaves half of the budget: a text
+            full of them would else be a list of them, without what they are about.
     """
     sizes = np.diff(prompt.starts).astype(np.int64)
-    is_kept = prompt.is_protected.copy()
+    is_kept = _protected(prompt, n_budget)
+    is_crowded = bool((is_kept != prompt.is_protected).any())
     room = n_budget - int(sizes[is_kept].sum())
     free = np.flatnonzero(~is_kept)
     order = free[np.argsort(-scores[free], kind="stable")]  # NaN comes last
@@ -84,4 +90,18 @@ def shorten(prompt: Prompt, scores: NDArray[np.float32], n_budget: int) -> Short
         room -= int(sizes[order[:n]].sum())
         order = order[n:]
     tokens = prompt.tokens[np.repeat(is_kept, sizes)]
-    return Shortened(prompt, is_kept, tokens, exceeds=room < 0)
+    return Shortened(prompt, is_kept, tokens, exceeds=room < 0, is_crowded=is_crowded)
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _protected(prompt: Prompt, n_budget: int) -> NDArray[np.bool_]:
+    """Return the words that must stay within a budget, shape ``(n_words,)``."""
+    if 2 * _n_tokens(prompt, prompt.is_protected) <= n_budget:
+        return prompt.is_protected.copy()
+    return prompt.is_protected & ~prompt.is_frequent
+
+
+def _n_tokens(prompt: Prompt, words: NDArray[np.bool_]) -> int:
+    return int(np.diff(prompt.starts)[words].sum())

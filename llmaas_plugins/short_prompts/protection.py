@@ -64,17 +64,26 @@ def prompt_of(tokens: Tokens, vocabulary: Vocabulary, protect: Protection = PROT
     kept[:1] = True
     for start, end in question.spans:
         kept[start:end] = True
-    if "numbers" in protect.kinds:
-        kept |= words.any(Fact.DIGIT)
-    if "names" in protect.kinds:
-        kept |= _names(words, layout)
     if "code" in protect.kinds:
         _keep_code(words, layout, kept)
-    if "quotes" in protect.kinds and words.any(Fact.QUOTE).any():
-        _keep(kept, layout.spans(match.span() for match in _QUOTED.finditer(words.text)))
     for pattern in protect.patterns:
         _keep(kept, layout.spans(pattern.spans(words.text)))
-    return Prompt(words.tokens, words.starts, words.texts, kept, question.start)
+    frequent = _frequent(words, layout, protect.kinds) & ~kept
+    return Prompt(
+        words.tokens, words.starts, words.texts, kept | frequent, frequent, question.start
+    )
+
+
+def _frequent(words: Words, layout: Layout, kinds: frozenset[str]) -> NDArray[np.bool_]:
+    """Return the numbers, the names and the quoted words."""
+    found = np.zeros(len(words.texts), np.bool_)
+    if "numbers" in kinds:
+        found |= words.any(Fact.DIGIT)
+    if "names" in kinds:
+        found |= _names(words, layout)
+    if "quotes" in kinds and words.any(Fact.QUOTE).any():
+        _keep(found, layout.spans(match.span() for match in _QUOTED.finditer(words.text)))
+    return found
 
 
 def _keep(kept: NDArray[np.bool_], spans: list[tuple[int, int]]) -> None:

@@ -54,7 +54,8 @@ def report_of(found: Shortened, share: float, seconds: float) -> dict[str, Any]:
     """Return what was left out of a prompt, as plain JSON types.
 
     ``left_out`` is its text, cut to 600 characters. ``over_budget`` says whether the protected
-    words alone were more than the share.
+    words alone were more than the share, and ``crowded`` whether there were so many numbers and
+    names that they were judged as other words.
     """
     text = " … ".join(part.strip() for part in found.left_out)
     return {
@@ -62,6 +63,7 @@ def report_of(found: Shortened, share: float, seconds: float) -> dict[str, Any]:
         "tokens": len(found.prompt.tokens),
         "tokens_read": len(found.tokens),
         "over_budget": found.exceeds,
+        "crowded": found.is_crowded,
         "ms": round(1000 * seconds, 3),
         "left_out": text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…",
     }

@@ -24,6 +24,8 @@ class Prompt:
         words: Text of each word, with its blanks; empty for a token without a text, such as one
             that begins a turn of a chat.
         is_protected: Whether a word must be kept, shape ``(n_words,)``.
+        is_frequent: Whether a protected word is of a kind that texts may be full of, such as
+            numbers and names; shape ``(n_words,)``.
         question: First word of the question: the part at the end that the answer is about.
     """
 
@@ -31,6 +33,7 @@ class Prompt:
     starts: NDArray[np.int32]
     words: tuple[str, ...]
     is_protected: NDArray[np.bool_]
+    is_frequent: NDArray[np.bool_]
     question: int
 
 

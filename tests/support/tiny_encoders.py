@@ -104,5 +104,6 @@ def prompt_of(words):
         starts=np.arange(n + 1, dtype=np.int32),
         words=tuple(words),
         is_protected=np.zeros(n, bool),
+        is_frequent=np.zeros(n, bool),
         question=n,
     )

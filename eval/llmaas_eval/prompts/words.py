@@ -29,7 +29,8 @@ def only_question(prompt: Prompt, n_question: int) -> Prompt:
     """
     first = int(np.searchsorted(prompt.starts, len(prompt.tokens) - n_question, side="right")) - 1
     is_protected = np.arange(len(prompt.words)) >= first
-    return Prompt(prompt.tokens, prompt.starts, prompt.words, is_protected, first)
+    nothing = np.zeros_like(is_protected)
+    return Prompt(prompt.tokens, prompt.starts, prompt.words, is_protected, nothing, first)
 
 
 def shortened(prompt: Prompt, scores: NDArray[np.float32], share: float) -> Tokens:

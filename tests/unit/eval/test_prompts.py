@@ -26,7 +26,7 @@ def prompt():
     n_words = len(STARTS) - 1
     return Prompt(
         np.arange(10, dtype=np.int32), np.array(STARTS, np.int32), tuple("abcdef"),
-        np.arange(n_words) == 1, n_words - 1,
+        np.arange(n_words) == 1, np.zeros(n_words, bool), n_words - 1,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,9 @@ def prompt_of_sizes(sizes, protected=()):
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     is_protected = np.isin(np.arange(len(sizes)), protected)
     words = tuple(f" w{at}" for at in range(len(sizes)))
-    return Prompt(np.arange(starts[-1], dtype=np.int32), starts, words, is_protected, len(sizes))
+    frequent = np.zeros_like(is_protected)
+    tokens = np.arange(starts[-1], dtype=np.int32)
+    return Prompt(tokens, starts, words, is_protected, frequent, len(sizes))
 
 
 def kept(found):
@@ -79,3 +83,19 @@ def test_what_is_no_number_comes_last():
     scores = scored(np.nan, -np.inf, np.inf, 0)
     assert kept(shorten(prompt_of_sizes([1] * 4), scores, 2)) == [2, 3]
     assert kept(shorten(prompt_of_sizes([1] * 4), scores, 3)) == [1, 2, 3]
+
+
+def test_numbers_and_names_may_go_if_they_would_take_more_than_half_of_the_budget():
+    one = prompt_of_sizes([2] * 10, protected=range(5))
+    frequent = dataclasses.replace(one, is_frequent=np.arange(10) % 2 == 1)  # words 1 and 3 of them
+    scores = np.arange(10, dtype=np.float32)
+    whole = shorten(frequent, scores, 20)
+    assert whole.is_kept.all()
+    assert not whole.is_crowded
+    crowded = shorten(frequent, scores, 12)
+    assert np.flatnonzero(crowded.is_kept).tolist() == [0, 2, 4, 7, 8, 9]
+    assert crowded.is_crowded
+    assert not crowded.exceeds
+    assert n_read(frequent, 12) == 12
+    assert n_read(frequent, 4) == 6
+    assert shorten(frequent, scores, 4).exceeds
