@@ -17,7 +17,7 @@ import numpy as np
 from llmaas_eval.prompts.command import Row, finish, kept, parse, parser_of
 from llmaas_eval.prompts.engine import Engine, LogP, opened
 from llmaas_eval.prompts.passages import Passage, passages
-from llmaas_eval.prompts.scorers import NAMES, Material, Scorer, scorers_of
+from llmaas_eval.prompts.scorers import NAMES, UNTRAINED, Material, Scorer, scorers_of
 from llmaas_eval.prompts.shorter import SHARES, WHOLE, shorter
 from llmaas_eval.prompts.words import words_of
 from llmaas_hooks import Tokens
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and write the output; return the exit status."""
     parser = parser_of("continuation", __doc__, 300, "conversations")
     add = parser.add_argument
-    add("--scorers", nargs="+", choices=NAMES, default=NAMES, help="default: all")
+    add("--scorers", nargs="+", choices=NAMES, default=UNTRAINED, help="default: all but encoder")
     add("--shares", type=float, nargs="+", default=SHARES, help="shares of the tokens to keep")
     args, options = parse(parser, argv)
     arms = {"scorers": args.scorers, "shares": args.shares}

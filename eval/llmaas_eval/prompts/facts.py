@@ -21,7 +21,7 @@ from llmaas_eval.prompts.command import Row, finish, kept, parse, parser_of
 from llmaas_eval.prompts.engine import Engine, opened
 from llmaas_eval.prompts.passages import Passage
 from llmaas_eval.prompts.recalls import PROBES, Context, Layout, as_passage, contexts
-from llmaas_eval.prompts.scorers import NAMES, Material, Scorer, scorers_of
+from llmaas_eval.prompts.scorers import NAMES, UNTRAINED, Material, Scorer, scorers_of
 from llmaas_eval.prompts.shorter import SHARES, Shorter, shorter
 from llmaas_eval.prompts.words import words_of
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and write the output; return the exit status."""
     parser = parser_of("facts", __doc__, 200, "conversations of each kind of facts")
     add = parser.add_argument
-    add("--scorers", nargs="+", choices=NAMES, default=NAMES, help="default: all")
+    add("--scorers", nargs="+", choices=NAMES, default=UNTRAINED, help="default: all but encoder")
     add("--shares", type=float, nargs="+", default=SHARES, help="shares of the tokens to keep")
     add("--probes", nargs="+", choices=PROBES, default=PROBES, help="kinds of facts")
     add("--facts", type=int, default=_N_FACTS, help="facts in each conversation; %(default)s")

@@ -11,17 +11,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.prompts.engine import Engine
-from llmaas_hooks import Tokens
+from llmaas_hooks import ConfigError, Tokens
+from llmaas_plugins.model.digest import file_digest
+from llmaas_plugins.short_prompts.encoder.model_file import find_encoder
 from llmaas_plugins.short_prompts.scorer import Prompt
 from llmaas_plugins.short_prompts.scorer import Scorer as PluginScorer
 from llmaas_plugins.short_prompts.scorers import SCORERS as PLUGIN_SCORERS
+from llmaas_plugins.short_prompts.scorers.encoder import EncoderScorer
 
-__all__ = ["NAMES", "ORACLE", "WHOLE_MODEL", "Material", "Scorer", "by_word", "scorers_of"]
+__all__ = [
+    "NAMES",
+    "ORACLE",
+    "UNTRAINED",
+    "WHOLE_MODEL",
+    "Material",
+    "Scorer",
+    "by_word",
+    "scorers_of",
+]
 
 Scores = NDArray[np.float32]
 
 WHOLE_MODEL = "self_information, whole model"
 """Selective Context's scores: surprise under the whole model, and not its narrowest level."""
+ENCODER = "encoder"
 ORACLE = "gradient oracle"
 """Scores of a scorer that knows the answer."""
 
@@ -48,12 +61,17 @@ def scorers_of(engine: Engine, names: Sequence[str]) -> dict[str, Scorer]:
     Args:
         engine: The model.
         names: Names, of ``NAMES``.
+
+    Raises:
+        ConfigError: An encoder is named, and none was trained.
     """
     found = {
         name: _plugged(make(engine.natives))
         for name, make in PLUGIN_SCORERS.items()
         if name in names
     }
+    if ENCODER in names:
+        found[ENCODER] = _plugged(_encoder(engine.path))
     return {name: found.get(name) or _OWN[name] for name in names}
 
 
@@ -68,6 +86,17 @@ def by_word(prompt: Prompt, values: NDArray[np.floating[Any]]) -> Scores:
 
 def _plugged(scorer: PluginScorer) -> Scorer:
     return lambda prompt, material: scorer.scores(prompt, material.engine.llama)
+
+
+def _encoder(model: Path) -> EncoderScorer:
+    """Return the encoder that learned from this model's answers, or else the general one."""
+    path = find_encoder(file_digest(model))
+    if path is None:
+        raise ConfigError(
+            "no encoder was trained: see `llmaas prompts learn --help`, or leave it out with "
+            "--scorers."
+        )
+    return EncoderScorer(path)
 
 
 def _surprise(prompt: Prompt, material: Material) -> Scores:
@@ -96,5 +125,7 @@ def _decoder(path: Path) -> Any:
 
 
 _OWN: Mapping[str, Scorer] = {WHOLE_MODEL: _surprise, ORACLE: _gradient}
-NAMES = (*PLUGIN_SCORERS, *_OWN)
+UNTRAINED = (*PLUGIN_SCORERS, *_OWN)
+"""Scorers that need no trained encoder."""
+NAMES = (*UNTRAINED, ENCODER)
 """All scorers."""
