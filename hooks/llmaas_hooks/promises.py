@@ -148,6 +148,7 @@ class RequestCost(NamedTuple):
             adapters. None if it is unknown.
         shorter: Prompts that the request could read instead, longest first; empty if its prompt
             must stay whole.
+        shorter_by: Name of how their words are chosen; None if there are none.
     """
 
     n_ready: int = 0
@@ -155,6 +156,7 @@ class RequestCost(NamedTuple):
     levels: tuple[LevelTimes, ...] = ()
     levels_id: str | None = None
     shorter: tuple[ShorterPrompt, ...] = ()
+    shorter_by: str | None = None
 
     def plus(self, other: RequestCost) -> RequestCost:
         """Return the cost of two plugins together."""
@@ -164,4 +166,5 @@ class RequestCost(NamedTuple):
             self.levels or other.levels,
             self.levels_id or other.levels_id,
             self.shorter or other.shorter,
+            self.shorter_by if self.shorter else other.shorter_by,
         )

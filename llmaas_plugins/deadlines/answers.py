@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -51,11 +51,13 @@ class Shorter(NamedTuple):
         levels: Levels, widest first.
         leads: How many leading tokens equal the whole model's to the whole prompt, by share,
             prefill and decode level: ``(n, n_shares, n_levels, n_levels)`` uint8.
+        chosen_by: Name of how the words were chosen.
     """
 
     shares: tuple[float, ...]
     levels: tuple[float, ...]
     leads: NDArray[np.uint8]
+    chosen_by: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +93,11 @@ class Answers:
         arrays = self.n_prompt[rows], self.leads[rows], self.margins[rows]
         return Answers(self.levels, self.n_answer, *arrays, shorter)
 
+    def by(self, scorer: str) -> Answers:
+        """Return the answers with the name of how the words of shorter prompts were chosen."""
+        shorter = self.shorter and self.shorter._replace(chosen_by=scorer)
+        return replace(self, shorter=shorter)
+
     def differ(self, n_tokens: int) -> NDArray[np.bool_]:
         """Return which answers to whole prompts differ in their first tokens; as ``leads``."""
         return self.leads < n_tokens
@@ -116,7 +123,7 @@ class Answers:
         return self
 
     def _check_shorter(self, shorter: Shorter) -> None:
-        shares, levels, leads = shorter
+        shares, levels, leads, _ = shorter
         _check_levels(levels)
         if not set(levels) <= set(self.levels) or levels[-1] != self.levels[-1]:
             raise ValueError(f"its levels for shorter prompts are {levels}")
@@ -142,7 +149,7 @@ class Answers:
             "margins": self.margins,
         }
         if self.shorter is not None:
-            about |= {"shares": list(self.shorter.shares)}
+            about |= {"shares": list(self.shorter.shares), "chosen_by": self.shorter.chosen_by}
             about |= {"levels_of_shares": list(self.shorter.levels)}
             arrays |= {_SHORTER: self.shorter.leads}
         write_arrays(path, about, arrays)
@@ -206,10 +213,10 @@ def _shorter(about: Mapping[str, Any], arrays: dict[str, Any]) -> Shorter | None
     """Take the answers to shorter prompts out of a file's arrays; None if there are none."""
     if _SHORTER not in arrays:
         return None
-    shares, levels = about["shares"], about["levels_of_shares"]
-    if {type(shares), type(levels)} != {list}:
+    shares, levels, chosen_by = about["shares"], about["levels_of_shares"], about["chosen_by"]
+    if {type(shares), type(levels)} != {list} or not isinstance(chosen_by, str):
         raise ValueError("its description is impossible")
-    return Shorter(tuple(shares), tuple(levels), arrays.pop(_SHORTER))
+    return Shorter(tuple(shares), tuple(levels), arrays.pop(_SHORTER), chosen_by)
 
 
 def _check_levels(levels: tuple[float, ...]) -> None:

@@ -92,7 +92,7 @@ class Deadlines:
                 self._correction(model, app, "tpot").fit(),
                 () if risk is None else learned.policies,
                 n_answer,
-                learned.worth,
+                learned.worth and learned.worth.known_of(costs.shorter_by),
             )
             found = plan(question)
             answer = AnswerReport(

@@ -29,6 +29,7 @@ class Worth(NamedTuple):
         shares: Shares of shorter prompts that were measured, longest first.
         measured: Levels at which shorter prompts were measured, widest first.
         shorter: Probabilities of shorter prompts; ``(n_ranges, n_shares, n_measured, n_measured)``.
+        chosen_by: Name of how the words of shorter prompts were chosen.
     """
 
     levels: tuple[float, ...]
@@ -37,6 +38,7 @@ class Worth(NamedTuple):
     shares: tuple[float, ...]
     measured: tuple[float, ...]
     shorter: NDArray[np.float64]
+    chosen_by: str = ""
 
     @classmethod
     def of(cls, answers: Answers, n_tokens: int) -> Self:
@@ -47,12 +49,16 @@ class Worth(NamedTuple):
         whole = _agreement(answers.leads, rows, n_tokens)
         if answers.shorter is None:
             return cls(answers.levels, lengths, whole, (), (), np.empty((len(rows), 0, 0, 0)))
-        shares, levels, leads = answers.shorter
+        shares, levels, leads, chosen_by = answers.shorter
         # no part of a prompt is worth more than the whole
         places = [answers.levels.index(level) for level in levels]
         most = whole[:, places][:, :, places]
         shorter = np.minimum(_agreement(leads, rows, n_tokens), most[:, None])
-        return cls(answers.levels, lengths, whole, shares, levels, shorter)
+        return cls(answers.levels, lengths, whole, shares, levels, shorter, chosen_by)
+
+    def known_of(self, chosen_by: str | None) -> Self:
+        """Return what is known if words are chosen so: of other words, nothing is known."""
+        return self if chosen_by in (None, self.chosen_by) else self._replace(shares=())
 
     def at(self, prefill: float, decode: float, n_prompt: int, share: float = 1.0) -> float | None:
         """Return the probability of a setting; None if it is not in the table.

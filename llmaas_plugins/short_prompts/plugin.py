@@ -79,13 +79,16 @@ class ShortPrompts:
         if not shares or (own if asked is None else asked) == 1 or not self._may_shorten(request):
             return None
         prompt, n_tokens = self._prompt(request), len(request.tokens)
-        seconds = self._scorers.scorer_for(request.engine.llama).seconds(n_tokens)
+        llama = request.engine.llama
+        seconds = self._scorers.scorer_for(llama).seconds(n_tokens)
         found: list[ShorterPrompt] = []
         for share in sorted(shares, reverse=True):
             n_left = n_read(prompt, budget(prompt, share))
             if n_left < (found[-1].n_tokens if found else n_tokens):
                 found.append(ShorterPrompt(share, n_left, seconds))
-        return RequestCost(shorter=tuple(found)) if found else None
+        if not found:
+            return None
+        return RequestCost(shorter=tuple(found), shorter_by=self._scorers.name_for(llama))
 
     @hookimpl
     def llmaas_shorten(self, request: Request, share: float | None) -> Tokens | None:

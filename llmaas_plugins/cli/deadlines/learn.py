@@ -186,7 +186,9 @@ def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]
     )
     comparison, n = _announced(args, opened, prompts, comparison)
     prompts = prompts[:n]
-    shorter = shortened_prompts(args, opened.short_prompts, prompts) if args.shares else []
+    scorer, shorter = "", list[Any]()
+    if args.shares:
+        scorer, shorter = shortened_prompts(args, opened.short_prompts, prompts)
     about = {
         "levels": opened.levels_id,
         "answer": args.answer_tokens,
@@ -198,7 +200,7 @@ def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]
     ):
         given = Prompts(prompts, shorter)
         answers = measured(opened.model.model, given, comparison, kept, bar.update)
-        answers.save(path, opened.levels_id)
+        answers.by(scorer).save(path, opened.levels_id)
     return answers, path
 
 

@@ -68,8 +68,8 @@ def shortener(args: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
 
 def shortened_prompts(
     args: argparse.Namespace, plugin: Any, prompts: Sequence[Tokens]
-) -> list[list[Tokens]]:
-    """Return what is read of each prompt, for each of the shares.
+) -> tuple[str, list[list[Tokens]]]:
+    """Return the scorer's name, and what is read of each prompt, for each of the shares.
 
     A prompt of which no word may be left out stays whole.
 
@@ -81,17 +81,14 @@ def shortened_prompts(
     from llama_cpp import Llama
 
     found: list[list[Tokens]] = [[] for _ in args.shares]
-    with (
-        contextlib.closing(Llama(str(args.model), n_ctx=_N_CTX, verbose=False)) as llama,
-        progress_bar(
-            f"choosing words ({plugin.scorer_name(llama)})", "prompt", len(prompts)
-        ) as bar,
-    ):
-        for tokens in prompts:
-            for parts, share in zip(found, args.shares, strict=True):
-                parts.append(plugin.shortened(llama, tokens, share).tokens)
-            bar.update()
-    return found
+    with contextlib.closing(Llama(str(args.model), n_ctx=_N_CTX, verbose=False)) as llama:
+        scorer: str = plugin.scorer_name(llama)
+        with progress_bar(f"choosing words ({scorer})", "prompt", len(prompts)) as bar:
+            for tokens in prompts:
+                for parts, share in zip(found, args.shares, strict=True):
+                    parts.append(plugin.shortened(llama, tokens, share).tokens)
+                bar.update()
+    return scorer, found
 
 
 # -- internals -----------------------------------------------------------------------------------

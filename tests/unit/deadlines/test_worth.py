@@ -94,3 +94,12 @@ def test_the_widest_levels_that_fit_are_the_pair_with_the_highest_worth(ttft_s, 
     ]
     best = max(worth.at(*pair, 100) for pair in feasible)
     assert worth.at(found.levels.prefill, found.levels.decode, 100) == best
+
+
+def test_words_that_were_chosen_otherwise_are_worth_nothing_known():
+    found = Worth((1.0,), np.empty(0), np.full((1, 1, 1), 1.0), (0.5,), (1.0,),
+                  np.full((1, 1, 1, 1), 0.6), "encoder")  # fmt: skip
+    for chosen_by, expected in (("encoder", 0.6), (None, 0.6), ("attention", None)):
+        known = found.known_of(chosen_by)
+        assert known.at(1.0, 1.0, 100, 0.5) == expected
+        assert known.at(1.0, 1.0, 100) == 1.0
