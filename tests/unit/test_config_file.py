@@ -168,7 +168,7 @@ KV = "LLMAAS_PLUGINS__KV_CHUNKS__"
             [
                 "LLMAAS_PLUGINS__KV_CHUNK__CODEC has no effect: no plugin 'kv_chunk' is installed. "
                 "Did you mean 'kv_chunks'? Installed: deadlines, elastic, flash_weights, knn_lm, "
-                "kv_chunks."
+                "kv_chunks, short_prompts."
             ],
         ),
         ({f"{KV}CODEC": "int8", f"{KV}ENABLED": "true"}, []),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.models import add_model_action
+from llmaas_plugins.cli.options import finite
 from llmaas_plugins.cli.output import counted, one_line, print_report
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def add_explain(actions: Any) -> None:
         help="file with the prompt, as the model gets it (default: standard input)",
     )
     add(
-        "--share", type=float, default=0.5, help="share of the tokens to read (default %(default)s)"
+        "--share", type=finite, default=0.5, help="share of the tokens to read (default %(default)s)"
     )
     add("--scorer", choices=get_args(ScorerName), help="how words are judged (default: the best)")
     add("--json", action="store_true", help="print JSON")

@@ -260,7 +260,8 @@ def test_other_texts_are_refused(text):
 
 def test_a_file_of_setup_stays_its_own(tmp_path):
     settings = Settings(
-        tmp_path / "a.gguf", "0" * 64, tmp_path / "b.gguf", "1" * 64, "uniform", True, None, None
+        *(tmp_path / "a.gguf", "0" * 64, tmp_path / "b.gguf", "1" * 64, "uniform"),
+        *(True, None, False, None),
     )
     path = tmp_path / "llmaas.toml"
     write_config(path, config_text(settings))
