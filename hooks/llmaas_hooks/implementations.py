@@ -140,7 +140,8 @@ def _check_cost(result: Any, arguments: Mapping[str, Any]) -> None:
         if not isinstance(short, ShorterPrompt):
             raise _wrong(short, "ShorterPrompt")
         Levels(prompt_share=short.share)
-        if not (1 <= short.n_tokens < n_prompt and 0 <= short.seconds < math.inf):
+        seconds = 0 if short.seconds is None else short.seconds
+        if not (1 <= short.n_tokens < n_prompt and 0 <= seconds < math.inf):
             raise TypeError(f"returned {short}, expected fewer than {n_prompt} tokens, and a time")
 
 

@@ -88,11 +88,14 @@ class Levels:
 
 
 def _is_level(value: Any) -> bool:
-    return _is_share(value) and float(value) >= LEAST_LEVEL - _ROUNDING
+    return _is_share(value) and bool(value >= LEAST_LEVEL - _ROUNDING)
 
 
 def _is_share(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) <= 1
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    number: Any = value  # not a float: an integer may be too large for one
+    return bool(0 < number <= 1)
 
 
 NO_LEVELS = Levels()

@@ -178,13 +178,14 @@ class HookManager:
         """Fire ``llmaas_logits``."""
         self._call("llmaas_logits", view=view)
 
-    def cost(self, request: Request, *, reuses: bool = True) -> RequestCost:
+    def cost(self, request: Request, *, reuses: bool = True, shortens: bool = True) -> RequestCost:
         """Fire ``llmaas_cost``; return the answers of all plugins together.
 
         Args:
             request: The request.
             reuses: Whether the request may use cells that are there, or are restored. If not, no
-                token counts as ready, and the prompt stays whole.
+                token counts as ready.
+            shortens: Whether the request may read a part of its prompt.
         """
         caller = running.get()
         try:
@@ -193,14 +194,12 @@ class HookManager:
             running.set(caller)
         found = (answer for answer in answers if answer is not None)
         total = functools.reduce(RequestCost.plus, found, RequestCost(_n_resident(request)))
-        return total if reuses else total._replace(n_ready=0, ready_s=0.0, shorter=())
+        total = total if reuses else total._replace(n_ready=0, ready_s=0.0)
+        return total if shortens else total._replace(shorter=())
 
-    def level(self, request: Request, *, reuses: bool = True) -> Levels | None:
-        """Fire ``llmaas_level``; return the first answer for the prompt and for the reply each.
-
-        ``reuses`` is that of ``cost``.
-        """
-        cost = functools.partial(self.cost, request, reuses=reuses)
+    def level(self, request: Request, **may: bool) -> Levels | None:
+        """Fire ``llmaas_level``; return the first answers. ``may`` is passed to ``cost``."""
+        cost = functools.partial(self.cost, request, **may)
         answers = self._call("llmaas_level", request=request, cost=cost).values()
         levels = functools.reduce(Levels.over, answers, Levels())
         return None if levels == Levels() else levels

@@ -129,12 +129,13 @@ class ShorterPrompt(NamedTuple):
     Attributes:
         share: Share of the prompt's tokens that is asked for.
         n_tokens: Number of tokens that would be left.
-        seconds: Seconds that it takes to choose them.
+        seconds: Seconds that it takes to choose them; None if it takes the model's narrowest level
+            for the whole prompt, about, and was not measured.
     """
 
     share: float
     n_tokens: int
-    seconds: float
+    seconds: float | None
 
 
 class RequestCost(NamedTuple):

@@ -57,9 +57,9 @@ class Reading(NamedTuple):
         return self.share == 1
 
     @classmethod
-    def of(cls, shorter: ShorterPrompt) -> Self:
-        """Return the reading of a shorter prompt."""
-        return cls(shorter.share, shorter.n_tokens, shorter.n_tokens, shorter.seconds)
+    def of(cls, shorter: ShorterPrompt, before_s: float) -> Self:
+        """Return the reading of a shorter prompt, whose words take ``before_s`` to choose."""
+        return cls(shorter.share, shorter.n_tokens, shorter.n_tokens, before_s)
 
 
 class Question(NamedTuple):
@@ -100,7 +100,8 @@ class Question(NamedTuple):
         With a limit of the risk, prompts stay whole unless the app shortens them, as certificates
         are for whole prompts.
         """
-        found = self.whole, *map(Reading.of, self.cost.shorter)
+        shorter = [Reading.of(one, self._choosing_s(one)) for one in self.cost.shorter]
+        found = self.whole, *shorter
         share = self.asked.prompt_share
         if share is not None:
             return (min(found, key=lambda one: abs(one.share - share)),)
@@ -117,7 +118,13 @@ class Question(NamedTuple):
             return self.whole
         asked = n_tokens / self.n_prompt if share is None else share
         near = min(self.cost.shorter, key=lambda one: abs(one.share - asked), default=None)
-        return Reading(asked, n_tokens, n_tokens, 0.0 if near is None else near.seconds)
+        return Reading(asked, n_tokens, n_tokens, 0.0 if near is None else self._choosing_s(near))
+
+    def _choosing_s(self, shorter: ShorterPrompt) -> float:
+        """Return the seconds that it takes to choose the words of a shorter prompt."""
+        if shorter.seconds is not None:
+            return shorter.seconds
+        return self.cost.levels[-1].ttft_s(self.n_prompt) if self.cost.levels else 0.0
 
 
 class Options(NamedTuple):

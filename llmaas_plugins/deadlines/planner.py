@@ -31,9 +31,11 @@ from llmaas_plugins.deadlines.phases import (
 )
 from llmaas_plugins.deadlines.policies import Policy
 
-__all__ = ["Plan", "answer_phase", "begun", "checked", "plan", "resumed_phase", "worth_of"]
+__all__ = ["Plan", "answer_phase", "begun", "plan", "resumed_phase", "worth_of"]
 
 _WHOLE = Levels(1.0, 1.0)
+_NEAR = 0.05
+"""Share by which a plan may be farther from the promise than the nearest one, if it reads more."""
 
 
 class Plan(NamedTuple):
@@ -93,7 +95,9 @@ def plan(question: Question) -> Plan:
     """Return the fastest certified levels that keep the promise, or else the best plan.
 
     That is the plan of the largest worth among those that keep the promise. If none keeps it, it is
-    the plan that is nearest to it.
+    the one with the longest prompt among those that are nearest to it. ElastiLM's check at run time
+    (§3.3) takes a random setting where a decision would miss the promise; this is the same made
+    deterministic.
     """
     if not question.cost.levels:
         return Plan(None, None)
@@ -106,23 +110,8 @@ def plan(question: Question) -> Plan:
             return found  # no shorter prompt is worth more
     if keeping := [one for one in plans if one.keeps(promise)]:
         return max(keeping, key=lambda one: worth_of(question, one) or 0.0)  # the first of equals
-    return min(plans, key=lambda one: one.excess(promise))
-
-
-def checked(question: Question, decision: Levels) -> Plan:
-    """Return the plan of a decision that was made without times, if it keeps the promise.
-
-    This is the paper's check at run time (ElastiLM §3.3), made deterministic. Where the paper takes
-    a random setting among those that keep the promise, the planner's own is used: the one of the
-    largest worth. If none keeps it, that is the nearest setting, and it is flagged.
-
-    Args:
-        question: Everything that the plan depends on.
-        decision: Levels, and share of the prompt, such as those that a model predicts. The app's
-            own go first.
-    """
-    found = plan(question._replace(asked=question.asked.over(decision)))
-    return found if found.keeps(question.promise) else plan(question)
+    least = min(one.excess(promise) for one in plans)
+    return next(one for one in plans if one.excess(promise) <= (1 + _NEAR) * least)
 
 
 def begun(question: Question, found: Plan, levels: Levels, n_read: int) -> Plan:

@@ -90,6 +90,8 @@ def check_body(route: str, body: bytes) -> Checked:
     if promise and route == "embedding":
         raise _mistake("slo: embeddings have no first token, so no promise can be kept.")
     share = _asked("prompt_share", values.get("prompt_share"), share_of, check_share)
+    if share.prompt_share is not None and route == "embedding":
+        raise _mistake("prompt_share: embeddings are of whole texts.")
     most = getattr(checked, "max_tokens", values.get("max_tokens"))
     promise = replace(promise, n_most=most if type(most) is int and most > 0 else None)
     if not isinstance(checked, CreateChatCompletionRequest | CreateCompletionRequest):

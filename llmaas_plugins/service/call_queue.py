@@ -147,7 +147,9 @@ class CallQueue(forks.Forked):
                         yield piece
             text = "".join(pieces).strip()
             record.messages = [*messages, {"role": "assistant", "content": text}]
-            record.n_tokens, record.used = _n_said(llama), self._log.now(record.app)
+            read = notes.get("short_prompts") or {"tokens": 0, "tokens_read": 0}
+            record.n_tokens = _n_said(llama) + read["tokens"] - read["tokens_read"]
+            record.used = self._log.now(record.app)
             record.n_calls += 1
             record.seen_from = seen_from
             if not self._log.update(record):

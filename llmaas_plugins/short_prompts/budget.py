@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import Tokens
 from llmaas_plugins.short_prompts.scorer import Prompt
 
-__all__ = ["Shortened", "budget", "n_read", "shorten"]
+__all__ = ["Shortened", "budget", "n_read", "needs_scores", "shorten"]
 
 _ROUNDING = 1e-6
 """Shares such as 0.29 are not exact in binary; the product with 100 is 29."""
@@ -26,8 +26,8 @@ class Shortened:
         is_kept: Whether a word is kept, shape ``(n_words,)``.
         tokens: Tokens of the kept words, in their order, shape ``(n_read,)``.
         exceeds: Whether the protected words alone are more than the budget; only they are kept.
-        is_crowded: Whether numbers, names and quoted words are judged as all others, because with
-            them the protected words would take more than half of the budget.
+        is_crowded: Whether numbers, names and quoted words are judged as all others, because they
+            would take more than half of what other protected words leave of the budget.
     """
 
     prompt: Prompt
@@ -63,6 +63,11 @@ def n_read(prompt: Prompt, n_budget: int) -> int:
     return min(len(prompt.tokens), max(n_budget, n_protected))
 
 
+def needs_scores(prompt: Prompt, n_budget: int) -> bool:
+    """Return whether the protected words leave room for others."""
+    return _n_tokens(prompt, _protected(prompt, n_budget)) < n_budget
+
+
 def shorten(prompt: Prompt, scores: NDArray[np.float32], n_budget: int) -> Shortened:
     """Return a prompt with its protected words and those with the largest scores.
 
@@ -74,8 +79,9 @@ def shorten(prompt: Prompt, scores: NDArray[np.float32], n_budget: int) -> Short
         prompt: The prompt.
         scores: Number for each word, shape ``(n_words,)``. NaN counts as the smallest.
         n_budget: Most tokens to keep. If the protected words are more, exactly they are kept.
-            Numbers, names and quoted words are protected if this leaves half of the budget: a text
-            full of them would else be a list of them, without what they are about.
+            Numbers, names and quoted words are protected if they take at most half of what the
+            others leave: a text full of them would else be a list of them, without what they are
+            about.
     """
     sizes = np.diff(prompt.starts).astype(np.int64)
     is_kept = _protected(prompt, n_budget)
@@ -98,9 +104,10 @@ def shorten(prompt: Prompt, scores: NDArray[np.float32], n_budget: int) -> Short
 
 def _protected(prompt: Prompt, n_budget: int) -> NDArray[np.bool_]:
     """Return the words that must stay within a budget, shape ``(n_words,)``."""
-    if 2 * _n_tokens(prompt, prompt.is_protected) <= n_budget:
-        return prompt.is_protected.copy()
-    return prompt.is_protected & ~prompt.is_frequent
+    firm = prompt.is_protected & ~prompt.is_frequent
+    room = max(0, n_budget - _n_tokens(prompt, firm))
+    fits = 2 * _n_tokens(prompt, prompt.is_frequent) <= room
+    return prompt.is_protected.copy() if fits else firm
 
 
 def _n_tokens(prompt: Prompt, words: NDArray[np.bool_]) -> int:

@@ -58,6 +58,11 @@ class ScorerChoice:
         """Return the name of that scorer."""
         return self._found(llama)[0]
 
+    def identity_for(self, llama: Any) -> str:
+        """Return a name of the scorer that is another one if an encoder was trained again."""
+        name, scorer = self._found(llama)
+        return f"{name} {scorer.identity}" if isinstance(scorer, EncoderScorer) else name
+
     def close(self) -> None:
         """Free the encoders."""
         with self._lock:
@@ -80,6 +85,8 @@ class ScorerChoice:
                 f"found no trained encoder in {DIRECTORY}; `llmaas prompts learn` trains one, "
                 "or set another `scorer`."
             )
+        if path is None and not is_sure:  # its own one may be there
+            return _WITHOUT, SCORERS[_WITHOUT](self._natives)
         if path is None:
             return self._keep(llama, _WITHOUT)
         with self._lock:

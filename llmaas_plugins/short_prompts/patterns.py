@@ -43,11 +43,11 @@ class Pattern:
         Raises:
             ConfigError: It is no expression, or may take too long on some text.
         """
-        flags, body = (re.IGNORECASE, text[4:]) if text.startswith("(?i)") else (0, text)
+        flags, body = (re.IGNORECASE, text[4:]) if text.startswith("(?i)") else (re.NOFLAG, text)
         if len(text) > _MOST_CHARACTERS:
             raise _refused(text, f"it has {len(text)} characters, the limit is {_MOST_CHARACTERS}")
         try:
-            self._compiled = re.compile(body, flags)
+            self._compiled = re.compile(body, flags | re.MULTILINE)
         except (re.error, OverflowError) as error:
             raise _refused(text, str(error)) from None
         if (steps := _steps(text, body)) > _MOST_STEPS:
@@ -59,7 +59,10 @@ class Pattern:
         self.text = text
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield the first character and the end of each match, line by line."""
+        """Yield the first character and the end of each match, line by line.
+
+        Where a match ends with a piece, it may go on: the rest of its line counts as matched.
+        """
         until = time.perf_counter() + _LEAST_SECONDS + len(text) * _SECONDS_A_CHARACTER
         for start, end in _pieces(text):
             if time.perf_counter() > until:
@@ -67,7 +70,9 @@ class Pattern:
                 return
             for match in self._compiled.finditer(text, start, end):
                 if match.end() > match.start():
-                    yield match.span()
+                    line_end = text.find("\n", end)
+                    rest = len(text) if line_end < 0 else line_end
+                    yield match.start(), rest if match.end() == end else match.end()
 
 
 def _pieces(text: str) -> Iterator[tuple[int, int]]:

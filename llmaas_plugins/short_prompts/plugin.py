@@ -7,6 +7,8 @@ import weakref
 from collections import OrderedDict
 from typing import Any, ClassVar
 
+import numpy as np
+
 from llmaas_hooks import (
     NativeContext,
     Request,
@@ -16,7 +18,13 @@ from llmaas_hooks import (
     forks,
     hookimpl,
 )
-from llmaas_plugins.short_prompts.budget import Shortened, budget, n_read, shorten
+from llmaas_plugins.short_prompts.budget import (
+    Shortened,
+    budget,
+    n_read,
+    needs_scores,
+    shorten,
+)
 from llmaas_plugins.short_prompts.choice import ScorerChoice
 from llmaas_plugins.short_prompts.config import ShortPromptsConfig
 from llmaas_plugins.short_prompts.patterns import Pattern
@@ -44,6 +52,9 @@ class ShortPrompts:
         self._natives: dict[int, NativeContext] = {}
         self._scorers = ScorerChoice(config.scorer, self._natives)
         self._prompts: weakref.WeakKeyDictionary[Request, Prompt] = weakref.WeakKeyDictionary()
+        self._failing: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # engines whose words have no scores
         self._counts = Counts()
         self._last: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
@@ -78,17 +89,21 @@ class ShortPrompts:
         shares = set(self._config.shares) if asked is None else {asked}
         if not shares or (own if asked is None else asked) == 1 or not self._may_shorten(request):
             return None
+        if request.engine.llama in self._failing:
+            return None
         prompt, n_tokens = self._prompt(request), len(request.tokens)
         llama = request.engine.llama
         seconds = self._scorers.scorer_for(llama).seconds(n_tokens)
         found: list[ShorterPrompt] = []
         for share in sorted(shares, reverse=True):
-            n_left = n_read(prompt, budget(prompt, share))
+            n_budget = budget(prompt, share)
+            n_left = n_read(prompt, n_budget)
             if n_left < (found[-1].n_tokens if found else n_tokens):
-                found.append(ShorterPrompt(share, n_left, seconds))
+                before_s = seconds if needs_scores(prompt, n_budget) else 0.0
+                found.append(ShorterPrompt(share, n_left, before_s))
         if not found:
             return None
-        return RequestCost(shorter=tuple(found), shorter_by=self._scorers.name_for(llama))
+        return RequestCost(shorter=tuple(found), shorter_by=self._scorers.identity_for(llama))
 
     @hookimpl
     def llmaas_shorten(self, request: Request, share: float | None) -> Tokens | None:
@@ -132,8 +147,13 @@ class ShortPrompts:
         return found
 
     def _shortened(self, llama: Any, prompt: Prompt, share: float) -> Shortened:
-        scores = self._scorers.scorer_for(llama).scores(prompt, llama)
-        return shorten(prompt, scores, budget(prompt, share))
+        n_budget = budget(prompt, share)
+        scores = np.zeros(len(prompt.words), np.float32)
+        if needs_scores(prompt, n_budget):
+            self._failing.add(llama)  # until it succeeds
+            scores = self._scorers.scorer_for(llama).scores(prompt, llama)
+            self._failing.discard(llama)
+        return shorten(prompt, scores, n_budget)
 
     def _tell(self, request: Request, found: Shortened, share: float, seconds: float) -> None:
         """Count a shortened prompt, and report it to the one who made the request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,8 @@ from llmaas_plugins.short_prompts.budget import Shortened
 
 __all__ = ["Counts", "report_of"]
 
-_MOST_SHOWN = 600
-"""Most characters of a text that was left out: a header of the service carries 4 KiB."""
+_MOST_SHOWN = 1200
+"""Most bytes of a text that was left out, as JSON: a header of the service carries 4 KiB."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class Counts:
 def report_of(found: Shortened, share: float, seconds: float) -> dict[str, Any]:
     """Return what was left out of a prompt, as plain JSON types.
 
-    ``left_out`` is its text, cut to 600 characters. ``over_budget`` says whether the protected
+    ``left_out`` is its text, cut to 1,200 bytes. ``over_budget`` says whether the protected
     words alone were more than the share, and ``crowded`` whether there were so many numbers and
     names that they were judged as other words.
     """
@@ -65,5 +66,16 @@ def report_of(found: Shortened, share: float, seconds: float) -> dict[str, Any]:
         "over_budget": found.exceeds,
         "crowded": found.is_crowded,
         "ms": round(1000 * seconds, 3),
-        "left_out": text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…",
+        "left_out": _cut(text[:_MOST_SHOWN]) if _is_long(text) else text,
     }
+
+
+def _is_long(text: str) -> bool:
+    return len(json.dumps(text[: _MOST_SHOWN + 1])) > _MOST_SHOWN
+
+
+def _cut(text: str) -> str:
+    """Return the beginning of a long text."""
+    while _is_long(text):
+        text = text[: len(text) * 7 // 8]
+    return f"{text}…"

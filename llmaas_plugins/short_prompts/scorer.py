@@ -48,5 +48,8 @@ class Scorer(Protocol):
             llama: The ``llama_cpp.Llama`` that will read it.
         """
 
-    def seconds(self, n_tokens: int) -> float:
-        """Return about how long a prompt of so many tokens takes."""
+    def seconds(self, n_tokens: int) -> float | None:
+        """Return about how long a prompt of so many tokens takes.
+
+        None if no prompt was scored, and it takes the model's narrowest level for a prompt, about.
+        """

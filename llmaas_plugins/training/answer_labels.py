@@ -145,10 +145,12 @@ def saliencies(
     for layer in range(decoder.blocks.n_layers):
         inputs.append(decoder.apply(layer, inputs[-1][None])[0])
     slope, first = torch.zeros_like(inputs[-1]), len(prompt) - 1
-    slope[first:] = decoder.loss_gradient(inputs.pop()[first:], torch.from_numpy(answer).long())
+    slope[first:] = decoder.loss_gradient(
+        inputs.pop()[first:], torch.from_numpy(answer).long().to(slope.device)
+    )
     for layer in reversed(range(decoder.blocks.n_layers)):
         slope = _through(decoder, layer, inputs[layer], slope)
-    found: NDArray[np.float32] = (slope * inputs[0]).sum(-1)[: len(prompt)].detach().numpy()
+    found: NDArray[np.float32] = (slope * inputs[0]).sum(-1)[: len(prompt)].detach().cpu().numpy()
     return found
 
 

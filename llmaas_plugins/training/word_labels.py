@@ -197,10 +197,10 @@ def auc(scores: Sequence[NDArray[np.float32]], texts: Sequence[Labeled]) -> floa
     found = []
     for values, text in zip(scores, texts, strict=True):
         is_kept = np.array(text.is_kept, bool)
-        yes, no = values[is_kept], values[~is_kept]
+        yes, no = values[is_kept], np.sort(values[~is_kept])
         if len(yes) and len(no):
-            wins = (yes[:, None] > no).mean() + (yes[:, None] == no).mean() / 2
-            found.append(float(wins))
+            below, most = (np.searchsorted(no, yes, side) for side in ("left", "right"))
+            found.append(float((below + most).mean() / (2 * len(no))))
     return float(np.mean(found)) if found else math.nan
 
 

@@ -44,7 +44,10 @@ def add_explain(actions: Any) -> None:
         help="file with the prompt, as the model gets it (default: standard input)",
     )
     add(
-        "--share", type=finite, default=0.5, help="share of the tokens to read (default %(default)s)"
+        "--share",
+        type=finite,
+        default=0.5,
+        help="share of the tokens to read (default %(default)s)",
     )
     add("--scorer", choices=get_args(ScorerName), help="how words are judged (default: the best)")
     add("--json", action="store_true", help="print JSON")
@@ -55,15 +58,19 @@ def explain(args: argparse.Namespace) -> int:
     from llama_cpp import Llama
 
     from llmaas_plugins.activation import activate
+    from llmaas_plugins.config import PluginTable, load_config
     from llmaas_plugins.elastic.metadata import read_elastic
+    from llmaas_plugins.model.loading import load_errors
 
     text = _text(args.text)
-    settings = {} if args.scorer is None else {"scorer": args.scorer}
-    plugins: dict[str, Any] = {"short_prompts": {"share": args.share, **settings}}
+    table = load_config().plugins.get("short_prompts", PluginTable(True, {}, {}))
+    scorer = {} if args.scorer is None else {"scorer": args.scorer}
+    plugins: dict[str, Any] = {"short_prompts": {**table.values, "share": args.share, **scorer}}
     if read_elastic(args.model) is not None:
         plugins["elastic"] = {}
     with activate({"on_error": "raise", "plugins": plugins}) as suite:
-        llama = Llama(str(args.model), n_ctx=16, verbose=False)
+        with load_errors(args.model):
+            llama = Llama(str(args.model), n_ctx=16, verbose=False)
         try:
             plugin = suite.plugin("short_prompts")
             began = time.perf_counter()

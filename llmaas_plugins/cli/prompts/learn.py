@@ -55,6 +55,8 @@ def learn(args: argparse.Namespace) -> int:
     """Train an encoder, print how well it finds held-out words, and keep it."""
     _check(args)
     require_torch("learning which words to keep")
+    if args.model is not None:
+        args.model = _loaded_in_place_of(args.model)
     from llmaas_plugins.files.file_bytes import as_store_error
     from llmaas_plugins.model.digest import file_digest
     from llmaas_plugins.short_prompts.encoder.body import body_folder, read_body
@@ -74,6 +76,14 @@ def learn(args: argparse.Namespace) -> int:
 
 
 # -- internals -----------------------------------------------------------------------------------
+
+
+def _loaded_in_place_of(model: Path) -> Path:
+    """Return the file that apps load in a model's place, whose answers are to be explained."""
+    from llmaas_plugins.config import load_config
+    from llmaas_plugins.model.made_files import file_in_place_of
+
+    return file_in_place_of(model.absolute(), load_config().models, f"`llmaas setup {model}`")
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:

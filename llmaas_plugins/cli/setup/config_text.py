@@ -43,7 +43,7 @@ class Settings:
         table: Widths of the levels; None without levels.
         is_packed: Whether the weights were packed.
         store: Folder of the datastore; None without one.
-        has_words: Whether an encoder learns which words of prompts to read.
+        has_words: Whether an encoder has learned which words of prompts to read.
         memory: Memory of the process, as the user typed it; None for the default.
     """
 

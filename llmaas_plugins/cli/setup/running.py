@@ -13,7 +13,6 @@ from llmaas_plugins.cli.setup.config_text import Settings, config_text, write_co
 from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record
 from llmaas_plugins.cli.setup.steps import (
     WITHOUT,
-    WORDS,
     Job,
     Step,
     holds,
@@ -23,6 +22,7 @@ from llmaas_plugins.cli.setup.steps import (
 )
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.model.digest import file_digest
+from llmaas_plugins.short_prompts.encoder.model_file import find_encoder
 
 __all__ = ["PROCESS", "Run"]
 
@@ -129,7 +129,7 @@ class Run:
             table=table if has_levels else None,
             is_packed="pack" in names,
             store=job.store if "datastore" in names else None,
-            has_words=any(step.name == WORDS for step in improving_steps(job)),
+            has_words=has_levels and find_encoder(file_digest(job.made)) is not None,
             memory=self._memory,
         )
         write_config(self.config, config_text(settings))

@@ -49,8 +49,8 @@ class Attention:
         sums = np.add.reduceat(smooth, prompt.starts[:-1])
         return (sums / np.diff(prompt.starts)).astype(np.float32)
 
-    def seconds(self, n_tokens: int) -> float:
-        """Return about how long a prompt takes; 0 before the first one."""
+    def seconds(self, n_tokens: int) -> float | None:
+        """Return about how long a prompt takes; None before the first one."""
         return self._seconds.at(n_tokens)
 
 

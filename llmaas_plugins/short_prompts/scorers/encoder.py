@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import LlmaasError, forks
+from llmaas_hooks import FileStamp, LlmaasError, forks
 from llmaas_plugins.short_prompts.encoder.model_file import EncoderFile, Head
 from llmaas_plugins.short_prompts.encoder.outputs import Outputs
 from llmaas_plugins.short_prompts.encoder.windows import windows_of
@@ -65,7 +65,13 @@ class EncoderScorer(forks.Forked):
             self._seconds.add(len(prompt.tokens), time.perf_counter() - started)
         return found
 
-    def seconds(self, n_tokens: int) -> float:
+    @property
+    def identity(self) -> str:
+        """Name of the file, and of its state."""
+        stamp = FileStamp.at(self._path)
+        return f"{self._path.stem} {0 if stamp is None else stamp.mtime_ns}"
+
+    def seconds(self, n_tokens: int) -> float | None:
         """Return about how long a prompt of so many tokens takes."""
         return self._seconds.at(n_tokens)
 

@@ -97,18 +97,19 @@ def evaluation(
         LlmaasError: There is no memory for the context.
     """
     params = _params(llama, n_tokens, _most_batch(llama) if gives_logits else _MOST_BATCH)
-    ctx = _made(llama, params)
-    try:
-        native = natives.get(int(ctx))
-        if native is not None:
-            native.hold_level(native.n_levels - 1)
-        batch = llama_cpp.llama_batch_init(int(params.n_batch), 0, 1)
+    with own_contexts():  # its batches are not the app's
+        ctx = _made(llama, params)
         try:
-            yield Evaluation(ctx, batch, int(params.n_batch), native)
+            native = natives.get(int(ctx))
+            if native is not None:
+                native.hold_level(native.n_levels - 1)
+            batch = llama_cpp.llama_batch_init(int(params.n_batch), 0, 1)
+            try:
+                yield Evaluation(ctx, batch, int(params.n_batch), native)
+            finally:
+                llama_cpp.llama_batch_free(batch)
         finally:
-            llama_cpp.llama_batch_free(batch)
-    finally:
-        llama_cpp.llama_free(ctx)
+            llama_cpp.llama_free(ctx)
 
 
 def _made(llama: Any, params: Any) -> Any:
@@ -118,13 +119,12 @@ def _made(llama: Any, params: Any) -> Any:
         LlmaasError: There is no memory for it.
     """
     problem: LlmaasError | None = None
-    with own_contexts():
-        try:
-            ctx = llama_cpp.llama_init_from_model(llama.model, params)
-        except PluginError as error:
-            if not isinstance(error.__cause__, UnmetBudgetError):
-                raise
-            ctx, problem = None, error
+    try:
+        ctx = llama_cpp.llama_init_from_model(llama.model, params)
+    except PluginError as error:
+        if not isinstance(error.__cause__, UnmetBudgetError):
+            raise
+        ctx, problem = None, error
     if ctx is None:
         raise LlmaasError(
             f"no memory for a context of {params.n_ctx} tokens to score words in. Choose a scorer "

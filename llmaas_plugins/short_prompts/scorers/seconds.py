@@ -15,10 +15,10 @@ _N_TIMES = 32
 class MeasuredSeconds:
     """Straight line through the times of the last prompts."""
 
-    def __init__(self, first_s: float = 0.0) -> None:
+    def __init__(self, first_s: float | None = None) -> None:
         """Start without times; ``first_s`` are the seconds of a token until there are some."""
         self._times: deque[tuple[int, float]] = deque(maxlen=_N_TIMES)
-        self._line = (0.0, first_s)
+        self._line = None if first_s is None else (0.0, first_s)
 
     def add(self, n_tokens: int, seconds: float) -> None:
         """Record the time of a prompt."""
@@ -33,7 +33,9 @@ class MeasuredSeconds:
                 slope, start = steeper, rest
         self._line = start, slope
 
-    def at(self, n_tokens: int) -> float:
-        """Return about how long a prompt takes."""
+    def at(self, n_tokens: int) -> float | None:
+        """Return about how long a prompt takes; None if that is unknown."""
+        if self._line is None:
+            return None
         start, slope = self._line
         return start + slope * n_tokens

@@ -44,6 +44,6 @@ class SelfInformation:
         self._seconds.add(len(tokens), time.perf_counter() - started)
         return np.add.reduceat(found, prompt.starts[:-1])
 
-    def seconds(self, n_tokens: int) -> float:
-        """Return about how long a prompt takes; 0 before the first one."""
+    def seconds(self, n_tokens: int) -> float | None:
+        """Return about how long a prompt takes; None before the first one."""
         return self._seconds.at(n_tokens)

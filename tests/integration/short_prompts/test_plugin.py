@@ -15,7 +15,7 @@ from llama_cpp import Llama
 from requested import Recorder, greedy
 from served import serving
 
-from llmaas_hooks import ConfigError, hookimpl, request_scope, serving_context
+from llmaas_hooks import ConfigError, PluginError, hookimpl, request_scope, serving_context
 from llmaas_plugins import activate, short_prompts
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service import LLMService
@@ -269,3 +269,43 @@ def test_served_calls_ask_by_a_field_or_a_header(tmp_path):
                 post(server, "/v1/completions", body | {"prompt_share": wrong})
             assert refused.value.code == 400
             assert "prompt_share" in refused.value.read().decode()
+
+
+def test_a_context_does_not_outgrow_its_window_unseen(reference_model, tmp_path):
+    """The tokens of a context are those of its whole history, also if a part was read."""
+    config = {"plugins": {"short_prompts": {"least_tokens": 32, "scorer": "first", "share": 0.5}}}
+    settings = ServiceConfig(state_dir=tmp_path, at_limit="slide", max_new_tokens=16)
+    with (
+        activate(config),
+        LLMService.open(reference_model, settings, **ENGINE) as service,
+    ):
+        context = service.bind("notes").new_context()
+        replies = [context.call(f"{STORY}\n\n{ASKED}", max_tokens=8) for _ in range(8)]
+        assert any(reply.n_left_out for reply in replies)
+        assert all("short_prompts" in reply.notes for reply in replies[1:])
+        assert max(reply.n_tokens for reply in replies) <= ENGINE["n_ctx"]
+
+
+def test_a_scorer_that_fails_is_no_longer_offered_to_planners(start, monkeypatch, caplog):
+    costs = []
+
+    class Planner:
+        @hookimpl
+        def llmaas_level(self, cost):
+            costs.append(cost().shorter)
+
+    suite, llama, _ = start({"scorer": "attention", "share": 0.5})
+    suite.hooks.register("planner", Planner())
+    tokens = tokens_of(llama)
+    scorer = suite.plugin("short_prompts")._scorers.scorer_for(llama)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(scorer), "scores", lambda *_: 1 / 0)
+        with pytest.raises(PluginError):
+            greedy(llama, tokens, 1)
+        with short_prompts.share(1.0):
+            greedy(llama, tokens, 1)
+    assert [one.seconds for one in costs[0]] == [None] * 3  # it was never timed
+    greedy(llama, tokens, 1)
+    greedy(llama, tokens, 1)
+    assert [len(found) for found in costs] == [3, 0, 0, 3]
+    assert costs[-1][0].seconds > 0

@@ -72,9 +72,6 @@ def test_words_are_learned_with_torch_and_the_pretrained_encoder(monkeypatch, se
     )
     steps = {step.name: step for step in improving_steps(Job(reference_model_path(), "d"))}
     assert ("words" in steps) == (len(installed) == 2)
-    text = config_text(replace(settings, has_words="words" in steps))
-    assert ("short_prompts" in tomllib.loads(text)["plugins"]) == ("words" in steps)
-    assert "[plugins.short_prompts]" in text
 
 
 @pytest.mark.parametrize(("n_rows", "n_tokens"), [(1 << 20, 1 << 18), (1 << 26, 1 << 13)])
@@ -91,6 +88,13 @@ def test_adapters_of_large_models_learn_from_fewer_tokens(tmp_path, monkeypatch,
     (step,) = [one for one in improving_steps(Job(path, "d")) if one.name == "recover"]
     assert step.arguments[-3] == str(n_tokens)
     assert recovering_s(Job(path, "d")) < 4 * 3600
+
+
+@pytest.mark.parametrize("has_words", [True, False])
+def test_prompts_are_shortened_once_an_encoder_has_learned(settings, has_words):
+    text = config_text(replace(settings, has_words=has_words))
+    assert ("short_prompts" in tomllib.loads(text)["plugins"]) == has_words
+    assert "[plugins.short_prompts]" in text
 
 
 def test_the_configuration_can_be_loaded(settings, tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmaas_hooks import Levels, LevelTimes, Limit, Promise, RequestCost, ShorterPrompt
 from llmaas_plugins.deadlines.correction import Fit
 from llmaas_plugins.deadlines.phases import Question, answer_options, prompt_options
-from llmaas_plugins.deadlines.planner import begun, checked, plan, resumed_phase, worth_of
+from llmaas_plugins.deadlines.planner import begun, plan, resumed_phase, worth_of
 from llmaas_plugins.deadlines.policies import WHOLE, Policy
 from llmaas_plugins.deadlines.worth import Worth
 
@@ -215,26 +215,6 @@ def test_an_answer_that_goes_on_has_the_times_of_what_was_read():
     assert setting(found) == (0.3, 0.4, 0.4)
     resumed = resumed_phase(asked, found, 5, 0.0104)
     assert resumed.table_s == pytest.approx(0.0026)
-
-
-@pytest.mark.parametrize(
-    ("decision", "expected"),
-    [
-        (Levels(0.8, 0.6, prompt_share=0.5), (0.5, 0.8, 0.6)),  # it keeps the promise
-        (Levels(1.0, 1.0, prompt_share=0.7), (0.5, 1.0, 1.0)),  # 72 ms: the largest worth instead
-        (Levels(1.0, 1.0), (0.5, 1.0, 1.0)),
-    ],
-)
-def test_a_decision_that_misses_the_promise_is_replaced_by_the_best_setting(decision, expected):
-    asked = question("60 ms", "10 ms", worth=worth((1, 0.9, 0.9, 0.1)))
-    assert setting(checked(asked, decision)) == expected
-
-
-def test_a_decision_about_a_promise_that_nothing_keeps_is_replaced_by_the_nearest_setting():
-    found = checked(question("10 ms"), Levels(1.0, 1.0, prompt_share=0.7))
-    assert (setting(found), found.ttft.is_feasible) == ((0.3, 0.4, None), False)
-    own = checked(question("60 ms", asked=Levels(prompt_share=1.0)), Levels(prompt_share=0.5))
-    assert setting(own) == (1.0, 0.6, None)
 
 
 # -- properties ----------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_hook_llmaas_cost_adds_up_the_answers_of_all_plugins():
         levels=Answering(RequestCost(1, 0.5, LEVELS, "id")),
     )
     assert hooks.cost(request()) == RequestCost(2, 0.75, LEVELS, "id")
-    assert hooks.cost(request(), reuses=False) == RequestCost(0, 0.0, LEVELS, "id")
+    assert hooks.cost(request(), reuses=False, shortens=False) == RequestCost(0, 0.0, LEVELS, "id")
 
 
 def test_cells_that_the_engine_holds_are_ready():
@@ -199,7 +199,7 @@ def test_a_request_that_reuses_no_cells_has_none_ready_and_reads_its_whole_promp
     shorter = (ShorterPrompt(0.5, 1, 0.1),)
     hooks = manager(cells=Answering(RequestCost(2, 0.25, LEVELS, shorter=shorter)))
     assert hooks.cost(one).shorter == shorter
-    assert hooks.cost(one, reuses=False) == RequestCost(levels=LEVELS)
+    assert hooks.cost(one, reuses=False, shortens=False) == RequestCost(levels=LEVELS)
 
 
 @pytest.mark.parametrize(
