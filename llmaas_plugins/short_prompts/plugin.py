@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,14 +59,20 @@ class ShortPrompts:
         self._counts = Counts()
         self._last: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
-    def shortened(self, llama: Any, tokens: Tokens, share: float) -> Shortened:
-        """Return what a ``Llama`` would read of a prompt.
+    def shortened(self, llama: Any, tokens: Tokens, shares: Sequence[float]) -> list[Shortened]:
+        """Return what a ``Llama`` would read of a prompt with each of some shares.
 
         Raises:
             LlmaasError: The words cannot be scored.
         """
         prompt = prompt_of(tokens, vocabulary_of(llama), self._protection)
-        return self._shortened(llama, prompt, share)
+        scores = self._scorers.scorer_for(llama).scores(prompt, llama)
+        return [shorten(prompt, scores, budget(prompt, share)) for share in shares]
+
+    @property
+    def least_tokens(self) -> int:
+        """Fewest tokens of a prompt that is shortened."""
+        return self._config.least_tokens
 
     def scorer_name(self, llama: Any) -> str:
         """Return the name of the scorer for a ``Llama``'s prompts."""

@@ -19,6 +19,7 @@ from llmaas_hooks import request_scope
 from llmaas_plugins.activation import activate
 from llmaas_plugins.cli.given_text import packaged_conversations
 from llmaas_plugins.deadlines import slo
+from llmaas_plugins.model.digest import file_digest
 
 __all__ = ["APPS", "FASTEST", "KINDS", "Sample", "Setting", "measure"]
 
@@ -89,6 +90,7 @@ def measure(model: Path, setting: Setting, progress: Callable[[], object]) -> li
         setting: Requests to make.
         progress: Called after each request.
     """
+    file_digest(model)  # times are found by it, and requests do not wait until it is known
     chance = np.random.default_rng(0)
     apps = {FASTEST: ("1 %", "1 %"), **APPS}
     n_ctx = setting.n_prompt + setting.n_answer + 8

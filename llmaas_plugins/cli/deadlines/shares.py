@@ -71,7 +71,7 @@ def shortened_prompts(
 ) -> tuple[str, list[list[Tokens]]]:
     """Return the scorer's name, and what is read of each prompt, for each of the shares.
 
-    A prompt of which no word may be left out stays whole.
+    A prompt stays whole if no word may be left out, or if requests would not shorten it.
 
     Args:
         args: Arguments of the command.
@@ -85,8 +85,11 @@ def shortened_prompts(
         scorer: str = plugin.scorer_name(llama)
         with progress_bar(f"choosing words ({scorer})", "prompt", len(prompts)) as bar:
             for tokens in prompts:
-                for parts, share in zip(found, args.shares, strict=True):
-                    parts.append(plugin.shortened(llama, tokens, share).tokens)
+                read = [tokens] * len(args.shares)
+                if len(tokens) >= plugin.least_tokens:
+                    read = [one.tokens for one in plugin.shortened(llama, tokens, args.shares)]
+                for parts, one in zip(found, read, strict=True):
+                    parts.append(one)
                 bar.update()
     return scorer, found
 

@@ -74,7 +74,7 @@ def explain(args: argparse.Namespace) -> int:
         try:
             plugin = suite.plugin("short_prompts")
             began = time.perf_counter()
-            found = plugin.shortened(llama, _tokens(llama, text), args.share)
+            (found,) = plugin.shortened(llama, _tokens(llama, text), [args.share])
             seconds, scorer = time.perf_counter() - began, plugin.scorer_name(llama)
         finally:
             llama.close()
