@@ -48,7 +48,7 @@ class ShortPromptsConfig(AppShare):
         "places. Unset: the encoder if `llmaas prompts learn` has trained one, else `attention`.",
     )
     shares: tuple[_Share, ...] = Field(
-        default=(0.7, 0.5, 0.3),
+        default=(0.7, 0.5, 0.3, 0.2),
         max_length=8,
         description="Shares that promises of latency may choose from; empty: only apps and the "
         "configuration shorten prompts.",

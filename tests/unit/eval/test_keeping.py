@@ -92,7 +92,7 @@ def test_outputs_of_several_runs_are_recorded_together(output):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("speed", "{}", "no study makes speed; expected one of codecs, "),
+        ("speed", "{}", "no study makes speed; expected one of all-on, "),
         ("demo", "{", "cannot be read: "),
         ("demo", "[]", "cannot be read: found no JSON object"),
         ("demo", "{}", "demo cannot be made of "),
