@@ -83,6 +83,8 @@ class EncoderFile:
     @classmethod
     def _of(cls, header: GGUFHeader) -> EncoderFile:
         fields = header.fields
+        if (found := fields["general.architecture"]) != "bert":
+            raise ValueError(f"its architecture is {found!r}, expected 'bert'")
         version, body = fields[f"{_PREFIX}.version"], fields[f"{_PREFIX}.body"]
         n_positions, tokens = fields["bert.context_length"], fields["tokenizer.ggml.tokens"]
         n_embd = fields["bert.embedding_length"]
