@@ -7,13 +7,13 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import ContextCreate, ModelLoad
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SCRATCH_SEQUENCE, SEQUENCES
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
+from llmaas_plugins.model.cell_sizes import CELL_STEP, n_ctx_of
 from llmaas_plugins.model.identity import may_have_long_factors, metadata, rope_switch
 
 __all__ = ["request_cells", "spare_cells", "why_unserved", "why_unserved_cells"]
 
 _EMPTY_BLOB_BYTES = (16, 24)
 _NOT_CAUSAL = "attention is not causal: cells depend on what follows"
-_STEP = 256
 
 
 def why_unserved(create: ContextCreate) -> str | None:
@@ -81,7 +81,7 @@ def spare_cells(create: ContextCreate, wanted: int) -> int:
         return 0
     if _batch_tokens(create) < PARKED_SEQUENCES.stop:
         return 0
-    return wanted // _STEP * _STEP
+    return wanted // CELL_STEP * CELL_STEP
 
 
 def request_cells(create: ContextCreate, n_parked: int, codec: str) -> bool:
@@ -97,8 +97,7 @@ def request_cells(create: ContextCreate, n_parked: int, codec: str) -> bool:
     n_aside = create.n_seats * _own_cells(create)
     n_spare = spare_cells(create, n_parked)
     if n_spare or n_aside:
-        n_ctx = create.params.n_ctx or llama_cpp.llama_model_n_ctx_train(create.model)
-        create.params.n_ctx = n_ctx + n_spare + n_aside
+        create.params.n_ctx = n_ctx_of(create) + n_spare + n_aside
     parks = n_spare > 0 or _keeps_interrupted(create)
     create.params.n_seq_max = (PARKED_SEQUENCES.stop if parks else SEQUENCES) + create.n_seats
     create.params.kv_unified = True
@@ -134,20 +133,18 @@ def _why_no_seats(create: ContextCreate, n_parked: int, codec: str) -> str | Non
 
 def _own_cells(create: ContextCreate) -> int:
     """Return the number of cells that the app asked for, which llama.cpp rounds up."""
-    n_ctx = int(create.params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
-    return -(-n_ctx // _STEP) * _STEP
+    return -(-n_ctx_of(create) // CELL_STEP) * CELL_STEP
 
 
 def _batch_tokens(create: ContextCreate) -> int:
     """Return the most tokens of a batch, in which llama.cpp reserves an output per sequence."""
-    n_ctx = int(create.params.n_ctx) or int(llama_cpp.llama_model_n_ctx_train(create.model))
-    return min(n_ctx, int(create.params.n_batch))
+    return min(n_ctx_of(create), int(create.params.n_batch))
 
 
 def _changes_rope(create: ContextCreate, n_spare: int) -> bool:
     """Return whether ``n_spare`` more cells would switch the model to its long RoPE factors."""
-    n_ctx = int(create.params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
-    is_crossed = n_ctx <= rope_switch(create.model, create.load) < n_ctx + n_spare + _STEP
+    n_ctx = n_ctx_of(create)
+    is_crossed = n_ctx <= rope_switch(create.model, create.load) < n_ctx + n_spare + CELL_STEP
     return is_crossed and may_have_long_factors(create.load)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -47,6 +46,7 @@ from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.kv_chunks.store.store_files import name_older
+from llmaas_plugins.kv_chunks.store.tree import names_of
 from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
 from llmaas_plugins.kv_chunks.transfer.pipeline import Workers
 from llmaas_plugins.kv_chunks.transfer.staging import Staging
@@ -181,21 +181,19 @@ class KVChunks:
         transfer = None if engine.alteration is not None else self._identified(engine)
         if transfer is None or _NAME in request.declined or len(tokens) < CHUNK_TOKENS:
             return
-        if not is_over and transfer.interrupt(tokens, request.context_id, request.app):
+        name = request.context_id
+        if name is not None:
+            name = names_of(name)[request.whole is not None]
+        if not is_over and transfer.interrupt(tokens, name, request.app):
             return
 
         def swap_out() -> None:
-            started = time.perf_counter()
             if load is not None and changed_in_place(load.files):
                 return  # the next request reports it
             try:
-                transfer.save(tokens, request.context_id, request.app)
+                transfer.save(tokens, name, request.app)
             except BudgetError as error:
                 self._stop_serving(engine, error)
-                return
-            self._counters.saved(time.perf_counter() - started)
-            if self._config.swap_out == "ahead":
-                self._workers.write.submit(self._flush)
 
         engine.defer(swap_out)
 
@@ -341,23 +339,25 @@ class KVChunks:
             is_shared = app is None or self._config.share_across_apps
             return hashed(values if is_shared else {**values, "app": app})
 
-        transfer = Transfer(engine, root, self._parts(engine))
-        self._transfers_by_ctx[engine.ctx] = transfer
-        return transfer
+        made = self._transfers_by_ctx[engine.ctx] = Transfer(engine, root, self._parts(engine))
+        return made
 
     def _parts(self, engine: Engine) -> TransferParts:
         config, native = self._config, self._natives.get(engine.ctx)
-        has_levels = config.codec == "tolerance"
+        bit_allocator = attention = None
+        if config.codec == "tolerance":
+            bit_allocator = BitAllocator(self._store, config.levels, config.ratio_global)
+            attention = None if native is None else ChunkAttention(native)
         memory = None if native is None else native.cells()
-        parking, space = None, self._store.space
-        is_exact = config.codec == "lossless" and not engine.n_spare
-        if engine.n_spare or self._records.parks(engine.ctx):
-            parking = ParkedContexts(engine, only_interrupted=not engine.n_spare)
+        parking, space, is_own = None, self._store.space, not engine.n_spare
+        is_exact = config.codec == "lossless" and is_own  # cells that the app asked for
+        if not is_own or self._records.parks(engine.ctx):
+            parking = ParkedContexts(engine, only_interrupted=is_own, only_whole=is_exact)
         return TransferParts(
             store=self._store,
             codec=_CODECS[config.codec],
-            bit_allocator=self._bit_allocator(),
-            attention=ChunkAttention(native) if has_levels and native is not None else None,
+            bit_allocator=bit_allocator,
+            attention=attention,
             parking=parking,
             spare=cells_for(engine, parking, space, memory, is_exact=is_exact),
             is_exact=is_exact,
@@ -365,13 +365,14 @@ class KVChunks:
             recomputes=config.recompute,
             staging=self._staging,
             workers=self._workers,
+            saved=self._saved,
         )
 
-    def _bit_allocator(self) -> BitAllocator | None:
-        config = self._config
-        if config.codec != "tolerance":
-            return None
-        return BitAllocator(self._store, config.levels, config.ratio_global)
+    def _saved(self, seconds: float) -> None:
+        """Count a swap-out of cells, and begin to write them to disk."""
+        self._counters.saved(seconds)
+        if self._config.swap_out == "ahead":
+            self._workers.write.submit(self._flush)
 
     def _flush(self) -> None:
         try:

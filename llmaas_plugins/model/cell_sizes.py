@@ -9,8 +9,10 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import ContextCreate
 from llmaas_plugins.model.identity import metadata
 
-__all__ = ["all_cell_bytes", "cell_bytes", "n_ctx_of", "token_bytes"]
+__all__ = ["CELL_STEP", "all_cell_bytes", "cell_bytes", "n_ctx_of", "token_bytes"]
 
+CELL_STEP = 256
+"""llama.cpp rounds the cells of a context, and those of a graph, up to a multiple of this."""
 _BF16 = 30
 _BLOCKS = {
     llama_cpp.GGML_TYPE_F16: (1, 2),

@@ -32,14 +32,14 @@ _log = logging.getLogger("llmaas.kv_chunks")
 
 
 class AsideAttention(NamedTuple):
-    """Attention of a request that lies aside, while the tap sees tokens of others.
+    """Attention of a request that lies aside or is parked, while the tap sees tokens of others.
 
     Attributes:
-        taken: Result of ``ChunkAttention.take``.
+        taken: Result of ``ChunkAttention.take``; None if nothing is left to be counted on.
         cells: Cells of the request's tokens, shape ``(n_layers, n)``; None if they are unknown.
     """
 
-    taken: tuple[NDArray[np.float64], NDArray[np.float64]]
+    taken: tuple[NDArray[np.float64], NDArray[np.float64]] | None
     cells: NDArray[np.int32] | None
 
 
@@ -86,7 +86,7 @@ class ChunkAttention:
         Those that were evaluated meanwhile are not counted, and others may have been dropped.
         """
         cells = None if aside.cells is None else aside.cells[:, :n_tokens]
-        if cells is not None:
+        if cells is not None and cells.shape[1] < n_tokens:
             unknown = np.full((len(cells), n_tokens - cells.shape[1]), _UNKNOWN_CELL, np.int32)
             cells = np.concatenate([cells, unknown], axis=1)
         self.announce(0, n_tokens, cells)

@@ -17,7 +17,7 @@ from llmaas_plugins.kv_chunks.store.disk_tier import DiskTier
 from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.index import ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.store.store_files import SLAB, require_store
-from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree
+from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree, names_of
 
 __all__ = ["CleanupResult", "StoreCleanup", "disk_bytes"]
 
@@ -66,8 +66,9 @@ class StoreCleanup:
 
     def forget(self, context_id: str) -> None:
         """Delete a context and the chunks that only it needs."""
-        for chunk in self._tree.forget_context(context_id):
-            self._drop(chunk)
+        for name in names_of(context_id):
+            for chunk in self._tree.forget_context(name):
+                self._drop(chunk)
 
     def forget_all(self) -> None:
         """Delete all chunks, including those of unnamed contexts."""

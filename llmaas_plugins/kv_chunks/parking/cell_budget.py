@@ -18,15 +18,15 @@ from llama_cpp import llama_cpp
 
 from llmaas_hooks import CellMemory, Engine
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
+from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, lie_aside
 from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
+from llmaas_plugins.model.cell_sizes import CELL_STEP
 
 __all__ = ["ParkedCellBudget"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
 
 _APP_SEQUENCE = 0
-_STEP = 256  # llama.cpp rounds the cells of a graph up to a multiple of this
 _GROWTH_DIVISOR = 16  # 1/16 of the RAM tier stays free for the chunks of the next calls
 
 
@@ -86,8 +86,8 @@ class ParkedCellBudget:
         self._has_parked |= self._parking.n_cells > 0
         if (
             self._has_parked
-            and not self._lie_aside()
-            and extra_bytes > max(free_bytes + growth // 2, _STEP * self._token_bytes)
+            and not lie_aside(self._engine_memory, self._n_seq_max)  # these cannot be released
+            and extra_bytes > max(free_bytes + growth // 2, CELL_STEP * self._token_bytes)
         ):
             self._release_all_cells(free_bytes)
             return True
@@ -110,7 +110,7 @@ class ParkedCellBudget:
             n_extra: Cells beyond the app's own that the next switch needs.
             extra_bytes: Bytes beyond the app's own cells that are in use already.
         """
-        wanted = max(extra_bytes, -(-n_extra // _STEP) * _STEP * self._token_bytes)
+        wanted = max(extra_bytes, -(-n_extra // CELL_STEP) * CELL_STEP * self._token_bytes)
         lent = self._space.lend(self._owner, wanted)
         return limit if lent == wanted else min(limit, self._cells_in(lent))
 
@@ -141,13 +141,6 @@ class ParkedCellBudget:
         """Borrow the memory of all spare cells for good, whether they are used or not."""
         lent = self._space.lend(self._owner, self._n_spare * self._token_bytes)
         self._parking.limit = self._cells_in(lent)
-
-    def _lie_aside(self) -> bool:
-        """Return whether requests lie aside, whose cells cannot be released."""
-        return any(
-            llama_cpp.llama_memory_seq_pos_max(self._engine_memory, sequence) >= 0
-            for sequence in range(PARKED_SEQUENCES.stop, self._n_seq_max)
-        )
 
     def _is_empty(self) -> bool:
         return all(

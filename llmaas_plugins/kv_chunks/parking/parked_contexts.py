@@ -1,4 +1,4 @@
-"""Keep inactive contexts in the engine, in cells beyond those that the app asked for.
+"""Keep inactive contexts in the engine, in cells that its requests do not need.
 
 A parked context is a sequence of its own. Parking and resuming it only relabels cells, without
 reading or writing them. Contexts that share a prefix share the cells of that prefix, so each
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp
-from numpy.typing import NDArray
 
 from llmaas_hooks import Engine, Tokens, common_prefix
+from llmaas_plugins.kv_chunks.compression.attention import AsideAttention
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES, SCRATCH_SEQUENCE
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 
@@ -33,14 +33,16 @@ class _ParkedContext:
     Attributes:
         sequence: Number of the sequence.
         tokens: Token ids, shape ``(n,)``.
-        cells: Indices of the cells by layer, shape ``(n_layers, n)``; None if unknown.
+        attention: Attention of the tokens, and their cells; None if it is not measured.
         root: Root of the context's chain of chunks.
+        n_unused: Number of cells that its sequence has beyond the tokens' (``extend``).
     """
 
     sequence: int
     tokens: Tokens
-    cells: NDArray[np.int32] | None
+    attention: AsideAttention | None
     root: bytes
+    n_unused: int = 0
 
 
 class ResumedContext(NamedTuple):
@@ -48,11 +50,11 @@ class ResumedContext(NamedTuple):
 
     Attributes:
         n_tokens: Number of tokens.
-        cells: Indices of their cells by layer, shape ``(n_layers, n_tokens)``; None if unknown.
+        attention: Their attention, and their cells; None if it is not measured.
     """
 
     n_tokens: int
-    cells: NDArray[np.int32] | None
+    attention: AsideAttention | None
 
 
 def _nearest(
@@ -68,19 +70,26 @@ def _nearest(
     return found, n_most
 
 
-def _join_cells(
-    first: NDArray[np.int32] | None, rest: NDArray[np.int32], n: int
-) -> NDArray[np.int32] | None:
-    """Return cells, the first ``n`` of them from another context; None if those are unknown."""
-    return None if first is None else np.concatenate([first[:, :n], rest[:, n:]], axis=1)
+def _with_cells_of(
+    attention: AsideAttention, other: AsideAttention | None, n: int
+) -> AsideAttention:
+    """Return attention of tokens of which another context has the cells of the first ``n``."""
+    if attention.cells is None:
+        return attention
+    first = None if other is None else other.cells
+    if first is None:
+        return attention._replace(cells=None)
+    joined = np.concatenate([first[:, :n], attention.cells[:, n:]], axis=1)
+    return attention._replace(cells=joined)
 
 
 class ParkedContexts:
     """The parked contexts of one engine. Use it only while no other thread uses the engine.
 
-    Two invariants hold between calls. Parked contexts use at most the engine's spare cells, so that
-    sequence 0 always has as many cells as the app asked for. Parked contexts with the same root
-    share the cells of their common prefix.
+    Two invariants hold after each ``switch``. Parked contexts use at most ``limit`` cells. With
+    spare cells, sequence 0 has as many beside them as the app asked for; without, it has room for
+    the prompt and for the beginning of an answer, and the host frees parked contexts before it
+    needs more. Parked contexts with the same root share the cells of their common prefix.
 
     Ctrl-C may end a call between any two steps. A sequence is therefore in ``engine.parked`` before
     it has cells and until it has none, and a context is listed only while its sequence is complete.
@@ -90,15 +99,19 @@ class ParkedContexts:
         limit: Cells that parked contexts may use after the next ``switch``.
     """
 
-    def __init__(self, engine: Engine, *, only_interrupted: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, *, only_interrupted: bool = False, only_whole: bool = False
+    ) -> None:
         """Attach to an engine without keeping a reference to it.
 
         Args:
             engine: Engine that has the cells.
             only_interrupted: Whether only contexts of interrupted requests are parked.
+            only_whole: Whether contexts are resumed only by prompts that begin with all of their
+                tokens, so that the cells after a part of one are not scattered.
         """
         self._memory = llama_cpp.llama_get_memory(engine.ctx)
-        self._only_interrupted = only_interrupted
+        self._only_interrupted, self._only_whole = only_interrupted, only_whole
         self.limit = engine.n_spare
         self._sequences = engine.parked
         self._contexts: list[_ParkedContext] = []  # least recently used first
@@ -110,7 +123,7 @@ class ParkedContexts:
         self,
         prompt: Tokens,
         resident: Tokens,
-        cells: Callable[[int], NDArray[np.int32] | None] = lambda _: None,
+        put_aside: Callable[[int], AsideAttention | None] = lambda _: None,
         root: bytes = b"",
         resident_root: bytes | None = None,
         *,
@@ -121,7 +134,8 @@ class ParkedContexts:
         Args:
             prompt: The whole prompt, shape ``(n,)``.
             resident: Tokens that sequence 0 is known to hold from position 0, shape ``(m,)``.
-            cells: Function that returns the cells of sequence 0's first tokens, or None.
+            put_aside: Function that returns the attention of sequence 0's first tokens, or None. It
+                is called only if these are parked.
             root: Root of the prompt's chain of chunks. Contexts with another root stay parked.
             resident_root: Root of the resident tokens' chain; None means ``root``.
             is_interrupted: Whether the resident tokens are of a request that will go on.
@@ -137,14 +151,14 @@ class ParkedContexts:
         resident_root = root if resident_root is None else resident_root
         n_common = common_prefix(resident, prompt) if resident_root == root else 0
         best, n_best = _nearest(self._contexts, prompt, root)
-        if n_best <= n_common:
+        if n_best <= n_common or (self._only_whole and best and n_best < len(best.tokens)):
             best = None
         if best is not None:
             self._touch(best)
         n_least = 1 if is_interrupted else CHUNK_TOKENS
         is_wanted = is_interrupted or not self._only_interrupted
         if is_wanted and len(resident) - n_common >= n_least and len(resident) <= self.limit:
-            self._park(resident, cells, resident_root)
+            self._park(resident, put_aside, resident_root)
         resumed = None if best is None else self._resume(best, n_best)
         self._evict_over_limit()
         return resumed
@@ -155,8 +169,11 @@ class ParkedContexts:
         Args:
             positions: Their positions, after the context's own.
         """
-        self._label(SCRATCH_SEQUENCE, self._contexts[-1].sequence, positions.start, positions.stop)
+        parked = self._contexts[-1]
+        self._label(SCRATCH_SEQUENCE, parked.sequence, positions.start, positions.stop)
         self._drop(SCRATCH_SEQUENCE, 0)
+        parked.n_unused = len(positions)
+        self._n_cells += len(positions)
 
     def clear_later(self) -> None:
         """Make the next ``switch`` free all parked contexts first. Callable from any thread."""
@@ -198,7 +215,7 @@ class ParkedContexts:
     # -- one context ----------------------------------------------------------------------------
 
     def _park(
-        self, tokens: Tokens, cells_of: Callable[[int], NDArray[np.int32] | None], root: bytes
+        self, tokens: Tokens, put_aside: Callable[[int], AsideAttention | None], root: bytes
     ) -> None:
         """Label sequence 0's cells as a parked context too, if it is long and not parked yet."""
         if len(tokens) < CHUNK_TOKENS or not self._has_cells(_APP_SEQUENCE, len(tokens)):
@@ -217,27 +234,31 @@ class ParkedContexts:
         self._sequences.add(sequence)
         self._drop(sequence, 0)
         nearest, n_shared = _nearest(self._contexts, tokens, root)
-        cells = cells_of(len(tokens))
+        attention = put_aside(len(tokens))
         if nearest is not None:
             self._label(nearest.sequence, sequence, 0, n_shared)
-            if cells is not None:
-                cells = _join_cells(nearest.cells, cells, n_shared)
+            if attention is not None:
+                attention = _with_cells_of(attention, nearest.attention, n_shared)
         self._label(_APP_SEQUENCE, sequence, n_shared, len(tokens))
-        self._contexts.append(_ParkedContext(sequence, tokens, cells, root))
+        self._contexts.append(_ParkedContext(sequence, tokens, attention, root))
         self._n_parked += 1
 
     def _resume(self, parked: _ParkedContext, n: int) -> ResumedContext:
         """Replace sequence 0 by the first ``n`` cells of a parked context.
 
-        The context stays parked if the prompt leaves at least a chunk of it unused.
+        The context stays parked, with what was counted of its attention, if the prompt leaves at
+        least a chunk of it unused.
         """
+        attention = parked.attention
         self._drop(_APP_SEQUENCE, 0)
         self._label(parked.sequence, _APP_SEQUENCE, 0, n)
         if len(parked.tokens) - n < CHUNK_TOKENS:
             self._remove(parked)
+        elif attention is not None:
+            attention = attention._replace(taken=None)
         self._n_resumed += 1
         self._n_resumed_tokens += n
-        return ResumedContext(n, None if parked.cells is None else parked.cells[:, :n])
+        return ResumedContext(n, attention)
 
     def _touch(self, parked: _ParkedContext) -> None:
         self._contexts.remove(parked)
@@ -267,7 +288,7 @@ class ParkedContexts:
         n_cells = 0
         for i, parked in enumerate(self._contexts):
             _, n_shared = _nearest(self._contexts[:i], parked.tokens, parked.root)
-            n_cells += len(parked.tokens) - n_shared
+            n_cells += len(parked.tokens) - n_shared + parked.n_unused
         self._n_cells = n_cells
         return n_cells
 

@@ -14,12 +14,10 @@ from llmaas_hooks import CellMemory, Engine
 from llmaas_plugins.kv_chunks.parking.cell_budget import ParkedCellBudget
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
-from llmaas_plugins.model.cell_sizes import token_bytes
+from llmaas_plugins.model.cell_sizes import CELL_STEP, token_bytes
 
-__all__ = ["ALIGNMENT", "UnusedCells", "cells_for"]
+__all__ = ["UnusedCells", "cells_for"]
 
-ALIGNMENT = 256
-"""Cells of which narrowed attention takes multiples (docs/explanation/engine.md)."""
 _ANSWER_TOKENS = 64
 """Cells that are left to the answer of the request that interrupts."""
 
@@ -72,6 +70,6 @@ def cells_for(
     if parking is None:
         return None
     if not engine.n_spare:
-        return UnusedCells(engine, parking, ALIGNMENT if is_exact else 1)
+        return UnusedCells(engine, parking, CELL_STEP if is_exact else 1)
     n_bytes = token_bytes(engine.model, engine.llama.context_params)
     return ParkedCellBudget(engine, parking, space, memory, n_bytes)

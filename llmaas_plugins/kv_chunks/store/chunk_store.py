@@ -27,7 +27,7 @@ from llmaas_plugins.kv_chunks.store.extents import page_round
 from llmaas_plugins.kv_chunks.store.ram_space import RamSpace
 from llmaas_plugins.kv_chunks.store.residency import ChunkResidency
 from llmaas_plugins.kv_chunks.store.reuse import MissCosts, ReuseCurve
-from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree, PrefixMatch
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree, PrefixMatch, names_of
 from llmaas_plugins.signals import signals_wait
 
 __all__ = ["ChunkStore", "StoredContext"]
@@ -321,9 +321,10 @@ class ChunkStore(forks.Forked):
         """
         freed, residency = 0, self._residency
         with residency.changing():
-            for chunk in residency.tree.forget_context(context_id):
-                freed += chunk.size
-                residency.drop(chunk)
+            for name in names_of(context_id):
+                for chunk in residency.tree.forget_context(name):
+                    freed += chunk.size
+                    residency.drop(chunk)
             residency.update.heads = residency.tree.contexts()
         if self._writer is not None:
             self._writer.erase_freed()

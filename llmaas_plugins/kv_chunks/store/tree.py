@@ -11,9 +11,10 @@ import numpy as np
 from llmaas_hooks import Tokens
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, TOKEN_BYTES, ChunkId
 
-__all__ = ["Chunk", "ChunkTree", "PrefixMatch", "count_tokens"]
+__all__ = ["Chunk", "ChunkTree", "PrefixMatch", "count_tokens", "names_of"]
 
 ABSENT = -1
+_SHORTENED = " (shortened)"
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +61,15 @@ class Chunk:
     def is_absent(self) -> bool:
         """Whether neither tier has its bytes, because it is a ghost or was dropped."""
         return self.ram == self.disk == ABSENT
+
+
+def names_of(context_id: str) -> tuple[str, str]:
+    """Return the names under which a context's prompts are stored: whole ones, and shortened ones.
+
+    A shortened prompt does not begin with the whole one, so it must not replace it. Both are
+    deleted together.
+    """
+    return context_id, context_id + _SHORTENED
 
 
 def count_tokens(chunks: Iterable[Chunk]) -> int:

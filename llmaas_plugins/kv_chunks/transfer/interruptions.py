@@ -52,17 +52,20 @@ class Interruptions:
         self._n_given_up = 0
         self._keeps_cells = True  # the last one that came back had its cells
 
-    def begin(self, tokens: Tokens, context_id: str | None, app: str | None, n_saved: int) -> bool:
+    def begin(
+        self, tokens: Tokens, context_id: str | None, app: str | None, n_saved: int | None
+    ) -> bool:
         """Note that a request is interrupted; return whether it need not be saved now.
 
         Args:
             tokens: Tokens in sequence 0.
             context_id: Name of the persistent context that ends with them, or None.
             app: Name of the app that the tokens belong to, or None.
-            n_saved: Number of its tokens that are stored already.
+            n_saved: Number of its tokens that are stored already; None if its cells may be lost. A
+                request that comes back from its seat drops them without any switch.
         """
-        stays = self._parking is not None and self._keeps_cells
-        may_wait = stays and len(tokens) - n_saved < self._most_unsaved
+        stays = self._keeps_cells and n_saved is not None
+        may_wait = stays and len(tokens) - (n_saved or 0) < self._most_unsaved
         self._last = Interrupted(tokens, context_id, app, not may_wait)
         return may_wait
 

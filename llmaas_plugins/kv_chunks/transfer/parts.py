@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from llmaas_hooks import CellMemory
@@ -33,6 +34,7 @@ class TransferParts(NamedTuple):
         recomputes: Whether chunks that are slow to read may be recomputed instead.
         staging: Transfer buffers.
         workers: Threads.
+        saved: Function that is called after each swap-out, with the seconds that it took.
     """
 
     store: ChunkStore
@@ -46,3 +48,4 @@ class TransferParts(NamedTuple):
     recomputes: bool
     staging: Staging
     workers: Workers
+    saved: Callable[[float], None]

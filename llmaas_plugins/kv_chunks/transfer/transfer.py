@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from llmaas_hooks import Engine, Request, RequestCost, Tokens, common_prefix
 from llmaas_plugins import process_memory
 from llmaas_plugins.kv_chunks.compression.attention import AsideAttention
 from llmaas_plugins.kv_chunks.compression.bit_allocator import AttentionSums
-from llmaas_plugins.kv_chunks.parking.unused_cells import ALIGNMENT
+from llmaas_plugins.kv_chunks.parking.sequences import lie_aside
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, chain, chunk_key
 from llmaas_plugins.kv_chunks.store.tree import PrefixMatch
 from llmaas_plugins.kv_chunks.transfer.cell_layout import CellLayout
@@ -24,6 +25,7 @@ from llmaas_plugins.kv_chunks.transfer.chunk_saver import ChunkSaver
 from llmaas_plugins.kv_chunks.transfer.cost_profile import CostProfile
 from llmaas_plugins.kv_chunks.transfer.interruptions import Interruptions
 from llmaas_plugins.kv_chunks.transfer.parts import TransferParts
+from llmaas_plugins.model.cell_sizes import CELL_STEP
 
 __all__ = ["Transfer"]
 
@@ -51,6 +53,8 @@ class Transfer:
         self._spare = parts.spare
         self._cells = KVCells(engine.ctx)
         self._layout = CellLayout(self._store, self._cells)
+        memory = llama_cpp.llama_get_memory(engine.ctx)
+        self._lie_aside = functools.partial(lie_aside, memory, engine.n_seq_max)
         n_threads = int(llama_cpp.llama_n_threads_batch(engine.ctx))
         self._profile_key = chunk_key(root(None), f"profile, {n_threads} threads".encode())
         self._profile = CostProfile(self._store.layout(self._profile_key))
@@ -59,9 +63,10 @@ class Transfer:
         self._aside: weakref.WeakKeyDictionary[Request, AsideAttention] = (
             weakref.WeakKeyDictionary()
         )
-        self._counted: dict[bytes, AsideAttention] = {}  # by the tokens of parked requests
         self._interruptions = Interruptions(parts.parking, is_exact=parts.is_exact)
         self._is_exact, self._memory = parts.is_exact, parts.memory
+        self._saved = parts.saved
+        self._is_at_start = True  # if exact: sequence 0 has the first cells of all, in order
         self._wanted = range(0)  # chunks that the last request could use again
         self._owner = object()  # identifies this engine's working set
         weakref.finalize(self, self._store.space.close_owner, self._owner)
@@ -79,6 +84,7 @@ class Transfer:
         Raises:
             BudgetError: The RAM budget is too small for this model; nothing was changed.
         """
+        started = time.perf_counter()
         root = self._root(app)
         ids = chain(root, tokens)
         attention = self._take_attention(len(tokens))
@@ -100,14 +106,15 @@ class Transfer:
         self._profile.learn()
         if self._profile.has_unsaved_points:
             self._store.set_layout(self._profile_key, self._profile.to_json())
+        self._saved(time.perf_counter() - started)
 
     def interrupt(self, tokens: Tokens, context_id: str | None, app: str | None) -> bool:
         """Note that a request is interrupted; return whether it need not be saved now.
 
         The arguments are those of ``save``.
         """
-        n_saved = 0
-        if self._parking is not None:
+        n_saved = None
+        if self._parking is not None and not self._lie_aside():
             n_saved = self._store.match(self._root(app), tokens).n_tokens
         return self._interruptions.begin(tokens, context_id, app, n_saved)
 
@@ -164,16 +171,21 @@ class Transfer:
         is_emptied = self._balance(len(resident), len(prompt))
         if is_emptied:
             resident = resident[:0]
-        is_interrupted = self._is_interrupted(resident)
         is_own = root == resident_root
         n_common = common_prefix(prompt, resident) if is_own else 0
-        n_taken = self._unpark(prompt, resident, root, resident_root, is_interrupted=is_interrupted)
-        is_apart = self._is_exact and is_interrupted
-        if n_taken is None and not (is_own and not is_apart):
+        is_interrupted = self._is_interrupted(resident, resident_root, n_common)
+        stays = is_interrupted and (self._is_at_start or not self._is_exact)
+        n_taken = self._unpark(prompt, resident, root, resident_root, is_interrupted=stays)
+        is_apart = self._is_exact and stays
+        if is_interrupted and not stays and n_taken is None:
+            self._clear_parked()
+        if n_taken is None and (is_apart or not is_own or self._is_scattered()):
             is_emptied, n_common = True, 0
             self._empty()
         if is_apart:
             self._align()
+        if n_taken is not None or is_emptied:
+            self._is_at_start = n_taken is not None or not self._has_parked()
         n_present = n_taken or n_common
         self._wanted = range(n_present // CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
         match = self._store.match(root, prompt)
@@ -198,15 +210,14 @@ class Transfer:
         return True
 
     def _empty(self) -> None:
-        """Empty sequence 0, which holds another app's tokens."""
+        """Empty sequence 0, whose cells the next request cannot use."""
         if self._attention is not None:
             self._attention.announce(0, 0)
         self._cells.truncate(0)
 
     def close(self) -> None:
         """Free parked contexts and stop measuring attention. No other thread may use the engine."""
-        if self._parking is not None:
-            self._parking.clear()
+        self._clear_parked()
         if self._attention is not None:
             self._attention.close()
 
@@ -231,18 +242,41 @@ class Transfer:
         n_resident = common_prefix(tokens, resident) if is_own else 0
         return n_resident, 0 if self._parking is None else self._parking.n_parked(tokens, root)
 
-    def _is_interrupted(self, resident: Tokens) -> bool:
+    def _is_interrupted(self, resident: Tokens, root: bytes, n_common: int) -> bool:
         """Return whether the resident tokens are of an interrupted request that may be parked.
 
         If the next prompt leaves no room, a request that was to stay in the cells is saved first.
+
+        Args:
+            resident: Tokens in sequence 0.
+            root: Root of their chain of chunks.
+            n_common: Number of them that the next prompt begins with.
         """
         found, parking = self._interruptions.take(resident), self._parking
         if found is None or parking is None:
             return False
+        if self._root(found.app) != root or n_common == len(resident):
+            return False
         has_room = len(resident) <= parking.limit
         if not (has_room or found.is_saved):
             self.save(found.tokens, found.context_id, found.app)
-        return has_room and not (self._is_exact and parking.n_cells)  # only one can be aligned
+        return has_room
+
+    def _clear_parked(self) -> None:
+        """Free what is parked, so that the next request begins with the first cells.
+
+        The interrupted request that lies before another one may be over; and the other one cannot
+        be parked with its bits.
+        """
+        if self._parking is not None:
+            self._parking.clear()
+
+    def _is_scattered(self) -> bool:
+        """Return whether sequence 0 lies behind cells that are free now and would be used next."""
+        return self._is_exact and not (self._is_at_start or self._has_parked())
+
+    def _has_parked(self) -> bool:
+        return self._parking is not None and self._parking.n_cells > 0
 
     def _align(self) -> None:
         """Let the next cells begin at a multiple of 256, after those of an interrupted request.
@@ -253,7 +287,7 @@ class Transfer:
         parking, geometry = self._parking, self._layout.geometry
         if parking is None or not parking.n_cells:
             return
-        unused = range(parking.n_cells, -(-parking.n_cells // ALIGNMENT) * ALIGNMENT)
+        unused = range(parking.n_cells, -(-parking.n_cells // CELL_STEP) * CELL_STEP)
         if not unused:
             return
         if geometry and self._memory and self._cells.label_scratch(self._memory, geometry, unused):
@@ -274,23 +308,23 @@ class Transfer:
         if self._parking is None:
             return None
         attention = self._attention
-        where = (lambda _: None) if attention is None else attention.cells
-        if attention is not None and is_interrupted:
-            self._counted[resident.tobytes()] = attention.put_aside(len(resident))
-        taken = self._parking.switch(
-            prompt, resident, where, root, resident_root, is_interrupted=is_interrupted
+
+        def put_aside(n_tokens: int) -> AsideAttention | None:
+            if attention is None:
+                return None
+            if is_interrupted:
+                return attention.put_aside(n_tokens)
+            return AsideAttention(None, attention.cells(n_tokens))
+
+        resumed = self._parking.switch(
+            prompt, resident, put_aside, root, resident_root, is_interrupted=is_interrupted
         )
-        self._interruptions.switched(is_resumed=taken is not None)
-        if taken is None:
+        self._interruptions.switched(is_resumed=resumed is not None)
+        if resumed is None:
             return None
-        aside = self._counted.pop(prompt[: taken.n_tokens].tobytes(), None)
-        if not self._parking.n_cells:
-            self._counted.clear()
-        if attention is not None and aside is not None:
-            attention.bring_back(aside, taken.n_tokens)
-        elif attention is not None:
-            attention.announce(0, taken.n_tokens, taken.cells)
-        return taken.n_tokens
+        if attention is not None and resumed.attention is not None:
+            attention.bring_back(resumed.attention, resumed.n_tokens)
+        return resumed.n_tokens
 
     def evaluated(self, n_tokens: int, seconds: float) -> None:
         """Record the time of a batch that was evaluated at the end of sequence 0."""

@@ -1,7 +1,7 @@
 """Hide plugins' sequences from an app's calls on the same context.
 
-Such a context has more sequences and more cells than the app asked for. To the app's calls,
-sequence 0 looks like the only one. Before a call that would show or move all cells, plugins'
+Such a context has more sequences than the app asked for, and may have more cells. To the app's
+calls, sequence 0 looks like the only one. Before a call that would show or move all cells, plugins'
 sequences are removed, so plugins must be able to lose the cells that they keep there.
 """
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 
-from llmaas_hooks import hookimpl
+from llmaas_hooks import PluginError, hookimpl
 from llmaas_hooks.request_scope import serving_context
 from llmaas_plugins import activate
 from llmaas_plugins.activation import active_suite
@@ -24,17 +24,22 @@ N_ANSWER = 12
 FLASH = {"no flash attention": False, "flash attention": True}
 
 
+class Gone(BaseException):
+    """The caller of a request left."""
+
+
 class Interrupter:
     """Plugin that makes a request of another app before some tokens of an answer.
 
     Attributes:
         at: Numbers of those tokens.
         ask: Function that makes the request.
+        leaves: Whether the first request's caller leaves after that.
         rows: Logits that the first request's tokens were sampled from, and the other ones'.
     """
 
     def __init__(self):
-        self.at, self.ask = (), None
+        self.at, self.ask, self.leaves = (), None, False
         self.rows, self.other_rows = [], []
         self.n_turns, self.is_other = 0, False
 
@@ -49,6 +54,8 @@ class Interrupter:
             thread.start()
             thread.join()
             self.is_other = False
+            if self.leaves:
+                raise Gone
 
     @hookimpl(trylast=True)
     def llmaas_logits(self, view):
@@ -108,6 +115,117 @@ def test_lossless_answers_have_the_same_bits_on_both_sides(reference_model, tmp_
         assert stats()["parked_given_up"] == 0
 
 
+@pytest.mark.parametrize("flash", FLASH.values(), ids=FLASH)
+def test_lossless_requests_share_no_part_of_an_interrupted_one(reference_model, tmp_path, flash):
+    """Its other cells would be behind those of the interrupted request, so last bits differed."""
+    settings = {"codec": "lossless", "flash_attn": flash}
+    prompt = [*LONG[:20], *SHORT[1:], *LONG[:150]]
+    with opened(reference_model, tmp_path / "alone", **settings) as (llama, plugin):
+        plugin.is_other = True
+        ask(llama, "third", prompt, 4)
+        expected = plugin.other_rows
+    with opened(reference_model, tmp_path / "both", **settings) as (llama, plugin):
+
+        def use():
+            ask(llama, "other", SHORT, 4)
+            plugin.other_rows = []
+            ask(llama, "first", prompt, 4)
+
+        plugin.ask, plugin.at = use, (3,)
+        ask(llama, "first", LONG, N_ANSWER)
+        np.testing.assert_array_equal(plugin.other_rows, expected)
+        assert stats()["takes"] == 1
+
+
+def test_lossless_requests_stay_in_cells_after_one_that_was_given_up(reference_model, tmp_path):
+    """The next one is restored once, and finds the first cells free."""
+    with opened(reference_model, tmp_path, codec="lossless") as (llama, plugin):
+        expected = answer(llama, plugin)
+        plugin.leaves = True
+        with pytest.raises(Gone):
+            answer(llama, plugin, at=(3,))
+        plugin.leaves = False
+        assert stats()["parked_contexts"] == 1
+        assert stats()["parked_cells"] == 512  # rounded up
+        assert answer(llama, plugin, at=(2, 4, 7)) == expected
+        assert stats()["takes"] == 2
+
+
+def test_a_lossless_request_comes_back_to_its_cells_while_another_one_waits(
+    reference_model, tmp_path
+):
+    with opened(reference_model, tmp_path, codec="lossless") as (llama, plugin):
+        expected = answer(llama, plugin)
+        waits, is_over, turns = threading.Event(), threading.Event(), []
+
+        class Waiter:
+            @hookimpl
+            def llmaas_turn(self, request):
+                turns.append(request.app)
+                if turns.count("other") == 3 and request.app == "other":
+                    waits.set()
+                    assert is_over.wait(60)
+
+        active_suite().hooks.register("waiter", Waiter())
+        other = threading.Thread(target=ask, args=(llama, "other", SHORT, 6))
+
+        def use():
+            other.start()
+            assert waits.wait(60)
+
+        plugin.ask = use
+        assert answer(llama, plugin, at=(3,)) == expected
+        assert stats()["takes"] == 1
+        is_over.set()
+        other.join()
+
+
+@pytest.mark.parametrize("flash", FLASH.values(), ids=FLASH)
+def test_lossless_requests_leave_a_place_behind_freed_cells(reference_model, tmp_path, flash):
+    """Otherwise later tokens would lie before earlier ones."""
+    settings = {"codec": "lossless", "flash_attn": flash}
+
+    def use(llama, plugin):
+        ask(llama, "other", SHORT, 4)
+        active_suite().evict("nothing")  # frees what is parked
+        plugin.other_rows = []
+        ask(llama, "other", [*SHORT, *LONG[1:100]], 4)
+
+    with opened(reference_model, tmp_path / "alone", **settings) as (llama, plugin):
+        plugin.is_other = True
+        use(llama, plugin)
+        expected = plugin.other_rows
+    with opened(reference_model, tmp_path / "both", **settings) as (llama, plugin):
+        plugin.ask = lambda: use(llama, plugin)
+        answer(llama, plugin, at=(3,))
+        np.testing.assert_array_equal(plugin.other_rows, expected)
+        assert stats()["takes"] == 0
+
+
+def test_a_request_that_fails_at_once_moves_no_cells(reference_model, tmp_path):
+    class Failing:
+        @hookimpl
+        def llmaas_request_begin(self, request):
+            if request.app == "failing":
+                raise ValueError("no such app")
+
+    with opened(reference_model, tmp_path, codec="lossless") as (llama, plugin):
+        active_suite().hooks.register("failing", Failing())
+        expected = answer(llama, plugin)
+        failures = []
+
+        def use():
+            try:
+                ask(llama, "failing", SHORT, 4)
+            except PluginError as error:
+                failures.append(error)
+
+        plugin.ask = use
+        assert answer(llama, plugin, at=(2, 5)) == expected
+        assert len(failures) == 2
+        assert (stats()["restores"], stats()["parks"]) == (0, 0)
+
+
 @pytest.mark.parametrize("codec", ["tolerance", "int8"])
 def test_lossy_codecs_change_nothing_of_what_stays_in_the_cells(reference_model, tmp_path, codec):
     with opened(reference_model, tmp_path, codec=codec) as (llama, plugin):
@@ -142,7 +260,9 @@ def test_a_longer_prompt_leaves_no_room_for_cells_that_were_not_saved(reference_
         steps = []
         real = llama.eval
         llama.eval = lambda tokens: (steps.append((plugin.is_other, len(tokens))), real(tokens))
+        before = stats()["saves"]
         found = answer(llama, plugin, at=(2, 5))
+        assert stats()["saves"] - before == 2 + 2 + 1  # interruptions, what interrupts, the end
         assert stats()["takes"] == 1
         assert len(found) == len(expected)
         assert steps.count((False, 1)) == N_ANSWER - 1  # each token of the answer once
@@ -192,6 +312,26 @@ def test_attention_is_counted_on(reference_model, tmp_path):
             found.append(n_scores(llama, app, [*LONG[:120], *said[:-1]]))
         assert stats()["takes"] == 3
     assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+def test_attention_is_counted_on_for_each_app(reference_model, tmp_path):
+    """Two interrupted requests of two apps have the same tokens."""
+    prompt = LONG[:120]
+    with opened(reference_model, tmp_path, codec="tolerance") as (llama, plugin):
+        said = ask(llama, "whole", prompt, N_ANSWER)
+        tokens = [*prompt, *said[:-1]]
+        expected = n_scores(llama, "whole", tokens)
+
+        def interrupted_too():
+            plugin.ask = lambda: ask(llama, "other", SHORT, 4)
+            plugin.is_other, plugin.n_turns = False, 0
+            assert ask(llama, "second", prompt, N_ANSWER) == said
+
+        plugin.ask, plugin.at, plugin.n_turns = interrupted_too, (4,), 0
+        assert ask(llama, "first", prompt, N_ANSWER) == said
+        assert stats()["takes"] == 2
+        for app in "first", "second":
+            assert n_scores(llama, app, tokens) == pytest.approx(expected, rel=0.01)
 
 
 class Uses:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from forking import in_child
 from interrupted import N_PIECE, OTHER, Turns, check_interruptions, opened
@@ -10,6 +12,7 @@ from preparing import prepare
 from switching import PROMPT
 
 from llmaas_hooks import Levels, PluginError, hookimpl
+from llmaas_hooks.request_scope import serving_context
 from llmaas_plugins import elastic, without
 from llmaas_plugins.activation import active_suite
 
@@ -247,3 +250,56 @@ def test_plugins_that_end_meanwhile(reference_model, tmp_path):
         with opened(reference_model, tmp_path, turns=Ending()) as turns:
             turns.suite = active_suite()
             assert turns.answer([at], temperature=0.0) == expected
+
+
+class Seated:
+    """A request that goes aside after its first token, and comes back while another one runs."""
+
+    def __init__(self):
+        self.llama = self.seated = None
+        self.is_aside, self.comes_back = threading.Event(), threading.Event()
+        self.n_turns = 0
+
+    @hookimpl(tryfirst=True)
+    def llmaas_context_create(self, create):
+        create.wants_seats = 1
+
+    @hookimpl
+    def llmaas_turn(self, request, n_left, seat):
+        if n_left:
+            return
+        if request.app == "seated" and not self.is_aside.is_set():
+            seat.leave()
+            self.is_aside.set()
+            assert self.comes_back.wait(60)
+            seat.enter()
+        elif request.app == "alone":
+            self.n_turns += 1
+            if self.n_turns == 5:
+                self.comes_back.set()
+                self.seated.join()
+
+    def ask(self, app, prompt, n):
+        with serving_context(None, app):
+            tokens = self.llama.generate(prompt, temp=0.0)
+            found = [next(tokens) for _ in range(n)]
+            tokens.close()
+        return found
+
+    def both(self):
+        """Return the answer of a request that the seated one interrupts."""
+        self.seated = threading.Thread(target=self.ask, args=("seated", OTHER, 8))
+        self.seated.start()
+        assert self.is_aside.wait(60)
+        return self.ask("alone", PROMPT, 12)
+
+
+def test_a_request_is_saved_before_one_comes_back_from_its_seat(reference_model, tmp_path):
+    """That one takes its cells without asking for its own, so none of them is evaluated again."""
+    settings = {"parked_tokens": 1024, "codec": "int8"}
+    with opened(reference_model, tmp_path, settings, turns=Seated()) as turns:
+        sizes = []
+        real = turns.llama.eval
+        turns.llama.eval = lambda tokens: (sizes.append(len(tokens)), real(tokens))
+        turns.both()
+        assert sum(sizes) == len(OTHER) + 7 + len(PROMPT) + 11  # each token once, but the last ones

@@ -190,6 +190,25 @@ def test_cells_are_named_by_what_was_evaluated(start, tmp_path):
     assert greedy(llama, tokens, 3) == whole
 
 
+def test_a_shortened_call_leaves_a_context_s_whole_prompt_stored(start, tmp_path):
+    suite, llama, _ = start({"scorer": "last"}, kv_chunks={"store": str(tmp_path / "kv")})
+    plugin, tokens = suite.plugin("kv_chunks"), tokens_of(llama)
+
+    def n_stored():
+        suite.settle()
+        stored = plugin._store.stored("chat")
+        return 0 if stored is None else len(stored.tokens)
+
+    with serving_context("chat"):
+        greedy(llama, tokens, 2)
+        assert n_stored() == len(tokens) + 1
+        with short_prompts.share(0.4):
+            greedy(llama, tokens, 2)
+        assert n_stored() == len(tokens) + 1
+    assert suite.evict("chat") > 0
+    assert plugin.llmaas_status()["chunks"] == 0
+
+
 def test_a_child_shortens_too(start):
     _, llama, recorder = start({"scorer": "self_information", "share": 0.5})
     tokens = tokens_of(llama)
