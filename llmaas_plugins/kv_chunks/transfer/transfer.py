@@ -7,6 +7,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp
@@ -30,6 +31,20 @@ from llmaas_plugins.model.cell_sizes import CELL_STEP
 __all__ = ["Transfer"]
 
 _LEAST_GAIN = CHUNK_TOKENS // 2
+
+
+class _Present(NamedTuple):
+    """Tokens of a prompt that sequence 0 holds, before chunks are loaded.
+
+    Attributes:
+        n_common: Number of them that were there already.
+        n_taken: Number of them that are a parked context's; None if none was resumed.
+        is_emptied: Whether sequence 0 was emptied.
+    """
+
+    n_common: int
+    n_taken: int | None
+    is_emptied: bool
 
 
 class Transfer:
@@ -168,25 +183,8 @@ class Transfer:
         """
         started = time.perf_counter()
         root, resident_root = self._root(app), self._root(resident_app)
-        is_emptied = self._balance(len(resident), len(prompt))
-        if is_emptied:
-            resident = resident[:0]
-        is_own = root == resident_root
-        n_common = common_prefix(prompt, resident) if is_own else 0
-        is_interrupted = self._is_interrupted(resident, resident_root, n_common)
-        stays = is_interrupted and (self._is_at_start or not self._is_exact)
-        n_taken = self._unpark(prompt, resident, root, resident_root, is_interrupted=stays)
-        is_apart = self._is_exact and stays
-        if is_interrupted and not stays and n_taken is None:
-            self._clear_parked()
-        if n_taken is None and (is_apart or not is_own or self._is_scattered()):
-            is_emptied, n_common = True, 0
-            self._empty()
-        if is_apart:
-            self._align()
-        if n_taken is not None or is_emptied:
-            self._is_at_start = n_taken is not None or not self._has_parked()
-        n_present = n_taken or n_common
+        present = self._make_place(prompt, resident, root, resident_root)
+        n_taken, n_present = present.n_taken, present.n_taken or present.n_common
         self._wanted = range(n_present // CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
         match = self._store.match(root, prompt)
         is_open = self._loader.open(root)
@@ -194,12 +192,40 @@ class Transfer:
         loaded = None
         if is_open and _is_worth_loading(match, n_present):
             loaded = self._loader.load(match, prompt, n_present, started)
-        if loaded is None and (n_taken is not None or is_emptied or app != resident_app):
+        if loaded is None and (n_taken is not None or present.is_emptied or app != resident_app):
             loaded = LoadResult(n_present, 0, 0, None, time.perf_counter() - started)
         if loaded is not None and n_taken is not None:
-            n_loaded = min(loaded.n_loaded + n_taken - n_common, loaded.n_tokens)
+            n_loaded = min(loaded.n_loaded + n_taken - present.n_common, loaded.n_tokens)
             return dataclasses.replace(loaded, n_loaded=n_loaded)
         return loaded
+
+    def _make_place(
+        self, prompt: Tokens, resident: Tokens, root: bytes, resident_root: bytes
+    ) -> _Present:
+        """Park what is in sequence 0, and fill it with what the cells hold of ``prompt``."""
+        is_emptied = self._balance(len(resident), len(prompt))
+        if is_emptied:
+            resident = resident[:0]
+        is_own = root == resident_root
+        n_common = common_prefix(prompt, resident) if is_own else 0
+        is_interrupted = self._is_interrupted(resident, resident_root, n_common)
+        is_at_start, self._is_at_start = self._is_at_start, False  # until it is known
+        stays = is_interrupted and (is_at_start or not self._is_exact)
+        n_taken = self._unpark(prompt, resident, root, resident_root, is_interrupted=stays)
+        is_apart = self._is_exact and stays
+        if is_interrupted and not stays and n_taken is None:
+            self._clear_parked()
+        # cells before those of sequence 0 are free, and would be used next
+        is_scattered = self._is_exact and not (is_at_start or self._has_parked())
+        if n_taken is None and (is_apart or is_scattered or not is_own):
+            is_emptied, n_common = True, 0
+            self._empty()
+        if is_apart:
+            self._align()
+        if n_taken is not None or is_emptied:
+            is_at_start = n_taken is not None or not self._has_parked()
+        self._is_at_start = is_at_start
+        return _Present(n_common, n_taken, is_emptied)
 
     def _balance(self, n_resident: int, n_prompt: int) -> bool:
         """Fit parked contexts to the available memory; return whether all cells were emptied."""
@@ -270,10 +296,6 @@ class Transfer:
         """
         if self._parking is not None:
             self._parking.clear()
-
-    def _is_scattered(self) -> bool:
-        """Return whether sequence 0 lies behind cells that are free now and would be used next."""
-        return self._is_exact and not (self._is_at_start or self._has_parked())
 
     def _has_parked(self) -> bool:
         return self._parking is not None and self._parking.n_cells > 0
