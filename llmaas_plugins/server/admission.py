@@ -84,7 +84,11 @@ class Admission:
             if self._has_promises and self.running is not None:
                 self._estimates.meet()
             self.waiting.append(call)
-            self._next()
+            try:
+                self._next()
+            except BaseException:  # of a call that it puts aside
+                self.waiting.remove(call)
+                raise
         return call
 
     def check(self, app: str) -> None:
@@ -106,8 +110,7 @@ class Admission:
             waited_s = now_s - call.came_s
             if self._config.schedule == "fifo":
                 return Promise(waited_s=waited_s)
-            others = (*self.interrupted, *self.waiting)
-            behind = [self._job(one, now_s) for one in others if one.promise]
+            behind = [self._job(one, now_s) for one in self._behind() if one.promise]
             return Promise(
                 waited_s=waited_s,
                 room_s=room_s(behind, now_s),
@@ -234,9 +237,18 @@ class Admission:
             if call.first_s is None:
                 call.first_s, call.first_used_s = now_s, call.used(now_s)
 
+    @property
+    def _interrupts(self) -> bool:
+        """Whether a call may be interrupted for another one."""
+        return self._config.preempt and self._config.schedule != "fifo"
+
+    def _behind(self) -> list[Call]:
+        """Return the calls for which another one leaves time."""
+        return [*self.interrupted, *self.waiting]
+
     def _interrupting(self, call: Call, now_s: float) -> Call | None:
         """Return the call that goes before the rest of the running one; None if none does."""
-        if not self._config.preempt or self._config.schedule == "fifo":
+        if not self._interrupts:
             return None
         if (over := next((one for one in self.interrupted if one.is_over), None)) is not None:
             return over  # at once: it only ends

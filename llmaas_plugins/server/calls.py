@@ -30,6 +30,7 @@ class Stage(enum.Enum):
     READY = enum.auto()  # its next token is evaluated
     AWAY = enum.auto()  # a piece of its text is on its way to the client
     BACK = enum.auto()  # the piece is sent
+    ALONE = enum.auto()  # it has the engine to itself once all that are READY have sampled
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +58,8 @@ class Call:
         since_s: Time from which the call uses the engine.
         seat: Place of the call while others use the engine.
         stage: Reason for which it is there.
-        is_shared: Whether others may use the engine while a piece of text is on its way.
+        is_shared: Whether its tokens are decoded with others', which also use the engine while a
+            piece of its text is on its way; if not, it has the engine to itself.
         away_since_s: Time from which a piece of text is on its way; None while the call works.
         is_done: Whether only its answer is still to be sent.
     """

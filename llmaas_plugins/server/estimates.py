@@ -9,15 +9,17 @@ from typing import Any
 
 from llmaas_hooks import Limit, Promise
 
-__all__ = ["AppTimes", "Estimates"]
+__all__ = ["LEAST_PIECE", "MOST_PIECE", "PIECE_S", "AppTimes", "Estimates", "mean"]
 
 _MOST_APPS = 256
 _WEIGHT = 0.3
 """Weight of the newest time in a running mean."""
 _N_RECENT, _FIRST_S = 8, 0.1
 """Number of an app's calls whose times are kept, and the time before any."""
-_PIECE_S = 0.1
-_LEAST_PIECE, _MOST_PIECE = 8, 512
+PIECE_S = 0.1
+"""Seconds that a piece of a prompt is to take."""
+LEAST_PIECE, MOST_PIECE = 8, 512
+"""Tokens of the smallest and of the largest piece."""
 _MORE, _LESS = 0.2, 0.005
 """Steps of the pressure: in balance, other calls use a larger share of one call in 41."""
 _FIRST_PRESSURE, _MOST_PRESSURE = 0.5, 0.95
@@ -96,7 +98,8 @@ class Estimates:
         times = self.of(app)
         if first_s is not None:
             times.recent_first_s.append(first_s)
-        times.token_s = _mean(times.token_s, token_s)
+        if token_s is not None:
+            times.token_s = mean(times.token_s, token_s)
         for name in ("ttft", "tpot"):
             promised = notes.get(name) or {}
             if promised.get("promised_ms"):
@@ -120,17 +123,17 @@ class Estimates:
 
     def prefilled(self, n_tokens: int, seconds: float) -> None:
         """Learn from a batch of a prompt."""
-        if n_tokens >= _LEAST_PIECE:
-            token_s = seconds / n_tokens
-            self._token_s = _mean(token_s if self._token_s is None else self._token_s, token_s)
+        if n_tokens >= LEAST_PIECE:
+            self._token_s = mean(self._token_s, seconds / n_tokens)
 
     def piece(self) -> int:
         """Return the number of a prompt's tokens that take about 100 ms, a power of two."""
         if not self._token_s:
-            return _MOST_PIECE
-        n_tokens = int(_PIECE_S / self._token_s)
-        return min(max(1 << max(n_tokens.bit_length() - 1, 0), _LEAST_PIECE), _MOST_PIECE)
+            return MOST_PIECE
+        n_tokens = int(PIECE_S / self._token_s)
+        return min(max(1 << max(n_tokens.bit_length() - 1, 0), LEAST_PIECE), MOST_PIECE)
 
 
-def _mean(former: float, newest: float | None) -> float:
-    return former if newest is None else former + _WEIGHT * (newest - former)
+def mean(former: float | None, newest: float) -> float:
+    """Return the running mean after its newest time."""
+    return newest if former is None else former + _WEIGHT * (newest - former)

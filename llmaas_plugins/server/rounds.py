@@ -12,13 +12,9 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from llmaas_plugins.server.calls import Stage
+from llmaas_plugins.server.estimates import LEAST_PIECE, MOST_PIECE, PIECE_S, mean
 
-__all__ = ["MOST_PIECE", "Member", "Pieces", "Rounds", "may_share", "next_member"]
-
-_PIECE_S = 0.1
-_LEAST_PIECE, MOST_PIECE = 8, 512
-_WEIGHT = 0.3
-"""Weight of the newest time in a running mean."""
+__all__ = ["Member", "Pieces", "Rounds", "may_share", "next_member"]
 
 
 class Member(NamedTuple):
@@ -42,9 +38,9 @@ def next_member(members: Sequence[Member], stepped: AbstractSet[int]) -> int | N
 
     Calls that end come first. The results of a batch are lost with the next one, so calls whose
     token is evaluated are next, and then those that come back from their clients, so that the next
-    batch has their tokens. A call whose token is to be evaluated evaluates those of all that have
-    its level. The call that waits longest is first, so no level waits for more than one batch of
-    each other one.
+    batch has their tokens. Calls that go alone follow. A call whose token is to be evaluated
+    evaluates those of all that have its level. The call that waits longest is first, so no level
+    waits for more than one batch of each other one.
 
     Args:
         members: Calls aside, in the order in which they left the engine.
@@ -54,7 +50,7 @@ def next_member(members: Sequence[Member], stepped: AbstractSet[int]) -> int | N
     if True in over:
         return over.index(True)
     stages = [member.stage for member in members]
-    for stage in (Stage.READY, Stage.BACK):
+    for stage in (Stage.READY, Stage.BACK, Stage.ALONE):
         if stage in stages:
             return stages.index(stage)
     late = {m.level for m in members if m.stage is Stage.AWAY and m.is_expected}
@@ -77,11 +73,11 @@ class Pieces:
     def __init__(self) -> None:
         """Start with a small piece."""
         self.n_tokens = 64
-        self.most_s = _PIECE_S
+        self.most_s = PIECE_S
 
     def stepped(self, seconds: float) -> None:
         """Learn how long a batch of the group took."""
-        self.most_s = max(_PIECE_S, seconds)
+        self.most_s = max(PIECE_S, seconds)
 
     def evaluated(self, n_tokens: int, seconds: float) -> None:
         """Learn how long a piece took; other batches tell nothing."""
@@ -89,7 +85,7 @@ class Pieces:
             is_long = seconds > 1.5 * self.most_s
             size = n_tokens // 2 if is_long else 2 * n_tokens
             if is_long or seconds < 0.6 * self.most_s:
-                self.n_tokens = min(max(size, _LEAST_PIECE), MOST_PIECE)
+                self.n_tokens = min(max(size, LEAST_PIECE), MOST_PIECE)
 
 
 class Rounds:
@@ -102,11 +98,11 @@ class Rounds:
 
     def stepped(self, level: int, n_tokens: int, seconds: float) -> None:
         """Learn how long a batch of this many calls took."""
-        self._batch_s[level, n_tokens] = _mean(self._batch_s.get((level, n_tokens)), seconds)
+        self._batch_s[level, n_tokens] = mean(self._batch_s.get((level, n_tokens)), seconds)
 
     def sampled(self, seconds: float) -> None:
         """Learn how long a call used the engine after a batch."""
-        self._sample_s = _mean(self._sample_s or None, seconds)
+        self._sample_s = mean(self._sample_s or None, seconds)
 
     def seconds(self, sizes: Mapping[int, int]) -> float:
         """Return the longest time that a round is expected to take; infinite if none is known.
@@ -142,7 +138,3 @@ def may_share(limit_s: float | None, round_s: float, spent_s: float, n_tokens: i
     if limit_s is None:
         return True
     return round_s <= limit_s and spent_s + round_s <= (n_tokens + 1) * limit_s
-
-
-def _mean(former: float | None, newest: float) -> float:
-    return newest if former is None else former + _WEIGHT * (newest - former)

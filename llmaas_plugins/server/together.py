@@ -12,7 +12,6 @@ its seat.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections import Counter
@@ -23,7 +22,8 @@ from llmaas_hooks import ContextCreate, DecodeStep, Seat, hookimpl
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned, Admission, stopping
 from llmaas_plugins.server.calls import Call, Stage, Stream
-from llmaas_plugins.server.rounds import MOST_PIECE, Member, Pieces, Rounds, may_share, next_member
+from llmaas_plugins.server.estimates import MOST_PIECE
+from llmaas_plugins.server.rounds import Member, Pieces, Rounds, may_share, next_member
 from llmaas_plugins.server.schedule import first_due
 
 __all__ = ["Together"]
@@ -46,8 +46,9 @@ class Together(Admission):
         self.n_batches = self.n_batch_tokens = self.n_alone = 0
         self._pieces, self._rounds = Pieces(), Rounds()
         self._stepped: set[int] = set()  # levels that had a batch since the last piece of a prompt
-        self._is_stepping = self._has_engine = False
-        self._options_against, self._why_alone = why_alone, why_alone or _NO_CELLS
+        self._is_stepping = False
+        self._options_against = why_alone
+        self._create: ContextCreate | None = None  # of the server's context
 
     @property
     def n_running(self) -> int:
@@ -88,11 +89,11 @@ class Together(Admission):
     @hookimpl(tryfirst=True)
     def llmaas_context_create(self, create: ContextCreate) -> None:
         """Ask for places of the calls aside in the server's context, the first one."""
-        if not self._has_engine:
-            self._has_engine = True
+        if self._create is None:
+            self._create = create
             if self._options_against is None:
                 create.wants_seats = self._config.most_together
-            create.checks.append(functools.partial(self._tell, create))
+            create.checks.append(self._tell)
 
     @hookimpl(specname="llmaas_decode")
     def end_if_unwanted(self, step: DecodeStep) -> None:  # type: ignore[override]
@@ -115,39 +116,44 @@ class Together(Admission):
         Raises:
             Abandoned: The call ended while it waited.
         """
-        call = self.running
+        call, now_s = self.running, time.perf_counter()
+        if call is not None:
+            self._end_stage(call, now_s)
         if call is None or seat is None:
             return super().llmaas_turn(n_left)
-        now_s = time.perf_counter()
         with self._lock:
-            call.seat, call.is_shared, is_first = seat, True, call.n_piece == 0
-            self._progressed(call, n_left, now_s)
-            if call.promise and (n_left or not self._may_share(call, seat.level, now_s)):
-                call.is_shared = False
-                self.n_alone += n_left == 0 and bool(self.aside)
-            elif not self._is_wanted():
+            is_first = call.n_piece == 0
+            self._begin_turn(call, n_left, seat, now_s)
+            if call.is_shared and not self._is_wanted():
                 return MOST_PIECE
-            elif is_first and n_left:  # it has just got the engine for its first piece
+            if call.is_shared and is_first and n_left:  # it has just got the engine for it
                 return self._pieces.n_tokens
-            else:
-                self._put_aside(call, Stage.PIECE if n_left else Stage.TOKEN, now_s)
+            if call.is_shared or self._are_ready():
+                self._put_aside(call, _stage(call, n_left), now_s)
                 self._next()
-        if not call.is_shared:
-            return self._give_way(call, now_s)
-        self._wait(call)
-        if call.is_over:
-            raise Abandoned
-        return self._pieces.n_tokens
+        if call.stage is not None:
+            self._wait(call)
+            if call.is_over:
+                raise Abandoned
+        if call.is_shared:
+            return self._pieces.n_tokens
+        return self._give_way(call, time.perf_counter())
 
     def report(self) -> dict[str, Any]:
         """Return the counters of the status, as plain JSON types."""
         counts = {"batches": self.n_batches, "tokens": self.n_batch_tokens, "alone": self.n_alone}
-        return {**super().report(), "together": {**counts, "why_alone": self._why_alone or None}}
+        return {**super().report(), "together": {**counts, "why_alone": self._why_alone}}
 
-    def _tell(self, create: ContextCreate, _: int) -> bool:
+    @property
+    def _why_alone(self) -> str | None:
+        """Reason for which calls run alone; None if they run together."""
+        create = self._create
+        if create is not None and create.n_seats:  # 0 also if another plugin refused the context
+            return None
+        return self._options_against or (create and create.why_no_seats) or _NO_CELLS
+
+    def _tell(self, _: int) -> bool:
         """Say why calls run alone, if they do; accept the context."""
-        reason = self._options_against or create.why_no_seats or _NO_CELLS
-        self._why_alone = "" if create.n_seats else reason
         if self._why_alone:
             _log.warning(
                 "service.most_together = %d has no effect, calls run one at a time: %s",
@@ -237,15 +243,33 @@ class Together(Admission):
                 self.n_batches += 1
                 self.n_batch_tokens += 1 + len(others)
 
+    def _end_stage(self, call: Call, now_s: float) -> None:
+        """Forget why a call lay aside, in its first turn since then."""
+        if call.stage is Stage.READY:
+            self._rounds.sampled(now_s - call.since_s)
+        call.stage = None
+
     # with the lock held
+
+    def _begin_turn(self, call: Call, n_left: int, seat: Seat, now_s: float) -> None:
+        call.seat = seat
+        self._progressed(call, n_left, now_s)
+        call.is_shared = not call.promise or (
+            n_left == 0 and self._may_share(call, seat.level, now_s)
+        )
+        self.n_alone += bool(self.aside) and not (n_left or call.is_shared)
+
+    def _are_ready(self) -> bool:
+        """Return whether calls aside have yet to sample from the last batch."""
+        return any(call.stage is Stage.READY for call in self.aside)
 
     def _may_share(self, call: Call, level: int, now_s: float) -> bool:
         """Return whether a call in its answer keeps its promise if it is decoded with others.
 
-        It ends sooner alone, so it is while another one waits for its first token in time.
+        While another call waits for a promised first token, it shares nothing, and ends sooner.
         """
         ready = self._ready(besides=call)
-        if any(_is_urgent(one) for one in ready):
+        if self._is_any_urgent(ready):
             return False
         limit_s = self._estimates.limit_s(call.app, "tpot", call.promise.tpot)
         answering = [one for one in self.aside if one.stage is not Stage.PIECE]
@@ -256,10 +280,13 @@ class Together(Admission):
         assert call.first_s is not None
         return may_share(limit_s, round_s, now_s - call.first_s, call.n_generated - 1)
 
+    def _is_any_urgent(self, calls: Sequence[Call]) -> bool:
+        """Return whether one waits for its first token in time, for which others make way."""
+        are_urgent = (call.promise.ttft is not None and call.first_s is None for call in calls)
+        return self._interrupts and any(are_urgent)
+
     def _put_aside(self, call: Call, stage: Stage, now_s: float) -> None:
         assert call.seat is not None
-        if call.stage is Stage.READY and stage is Stage.TOKEN:
-            self._rounds.sampled(now_s - call.since_s)
         call.seat.leave()
         call.used_s = call.used(now_s)
         call.stage = stage
@@ -296,20 +323,22 @@ class Together(Admission):
         return any(m.stage is Stage.TOKEN and m.level not in self._stepped for m in members)
 
     def _begin_or_go_on(self, now_s: float) -> None:
-        """Start the next piece of a prompt, or a new call; calls with promises go first.
+        """Start the next piece of a prompt, or a new call, whichever is due first.
 
-        A new one of them waits for those in their answers, unless it would be late.
+        A new one with a promise waits for those in their answers, unless it would be late.
         """
         ready, first = self._ready(), self._first_in_answer(now_s)
-        pieces = [call for call in self.aside if call.stage is Stage.PIECE]
-        if first is not None and any(_is_urgent(call) for call in ready):
-            if self._interrupting(first, now_s) is None:
-                self._start(first, now_s)
-                return
-        elif pieces and not any(call.promise for call in ready):
-            self._start(pieces[0], now_s)
+        if first is not None and self._is_any_urgent(ready):
+            self._start(self._interrupting(first, now_s) or first, now_s)
             return
-        super()._next()
+        over = [call for call in self.interrupted if call.is_over]
+        pieces = [call for call in self.aside if call.stage is Stage.PIECE]
+        if found := over[:1] or [*pieces, *ready]:
+            self._start(found[first_due([self._job(call, now_s) for call in found])], now_s)
+
+    def _interrupting(self, call: Call, now_s: float) -> Call | None:
+        """Return the call that goes before a call; none does before all that are READY."""
+        return None if self._are_ready() else super()._interrupting(call, now_s)
 
     def _first_in_answer(self, now_s: float) -> Call | None:
         """Return the call aside that is due first of those that were promised their next token."""
@@ -336,6 +365,10 @@ class Together(Admission):
             return ready
         return [call for call in ready if call.promise or call in self.interrupted]
 
+    def _behind(self) -> list[Call]:
+        """Return the calls for which another one leaves time, those aside too."""
+        return [*super()._behind(), *self.aside]
+
     def _rivals(self, call: Call) -> list[Call]:
         """Return the calls that may go before a call, those aside too."""
         aside = [one for one in self.aside if one is not call and one.stage is not Stage.AWAY]
@@ -353,9 +386,11 @@ class Together(Admission):
         return Member(call.stage, call.is_over, is_expected, level)
 
 
-def _is_urgent(call: Call) -> bool:
-    """Return whether a call waits for its first token, of which the time was promised."""
-    return bool(call.promise) and call.first_s is None
+def _stage(call: Call, n_left: int) -> Stage:
+    """Return why a call lies aside in its turn."""
+    if not call.is_shared:
+        return Stage.ALONE
+    return Stage.PIECE if n_left else Stage.TOKEN
 
 
 def _is_with(call: Call, level: int) -> bool:

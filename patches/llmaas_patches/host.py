@@ -25,8 +25,8 @@ from llmaas_patches.seats import Seat, Seated, Seats
 __all__ = ["Host"]
 
 _OURS = f"{__package__}."
-_KNOW_ONE = frozenset({"llmaas_logits", "llmaas_request_resume"})
-"""Hooks of plugins that know one request at a time."""
+_FOR_ONE_REQUEST = frozenset({"llmaas_logits", "llmaas_request_resume"})
+"""Hooks in which a plugin sets something up for the one request that has the engine."""
 
 
 class Host(forks.Forked):
@@ -184,7 +184,7 @@ class Host(forks.Forked):
         names = [
             name
             for name in self.hooks.names()
-            if _KNOW_ONE.intersection(implemented := self.hooks.implemented(name))
+            if _FOR_ONE_REQUEST.intersection(implemented := self.hooks.implemented(name))
             and "llmaas_request_switch" not in implemented
         ]
         return f"{', '.join(names)} can serve one call at a time only" if names else None

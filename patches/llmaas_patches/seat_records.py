@@ -36,7 +36,7 @@ class SeatRecords:
         )
 
     @classmethod
-    def of_nothing(cls, engine: LlamaEngine) -> Self:
+    def unused(cls, engine: LlamaEngine) -> Self:
         """Return the records of an engine that no request has used."""
         empty = {"n_tokens": 0, "input_ids": np.empty_like(engine.llama.input_ids)}
         return cls(

@@ -56,6 +56,7 @@ class Seats:
         seated: Seat of the request that uses the engine and was aside before; None if the request
             that uses it has sequence 0 to itself.
         base: Seat of the request aside whose cells are still in sequence 0; None if there is none.
+        n_batches: Number of the context's batches. Its outputs are those of the last one.
     """
 
     def __init__(self, sequences: range) -> None:
@@ -64,6 +65,7 @@ class Seats:
         self._owners: dict[int, weakref.ref[Seat]] = {}
         self.seated: Seat | None = None
         self.base: Seat | None = None
+        self.n_batches = 0
         self._beside: SeatRecords | None = None
         self._batch: Any = None
 
@@ -115,7 +117,7 @@ class Seats:
         base.records = SeatRecords.of(base.engine, base.tracker)
         _relabel(base.tracker, _ENGINE_S, sequence)
         base.place, self.base = sequence, None
-        SeatRecords.of_nothing(base.engine).apply(base.engine, base.tracker)
+        SeatRecords.unused(base.engine).apply(base.engine, base.tracker)
 
     def swap_in(self, seat: Seat) -> None:
         """Give ``Llama`` the records of a request whose cells are elsewhere."""
@@ -191,8 +193,6 @@ class Seat:
         place: Sequence that holds the request's cells.
         records: State of the request, while its cells are in another sequence.
         next_token: Token that the request evaluates next; None in a prompt.
-        row: Row of the engine's outputs that belongs to the request; None if its next token is not
-            evaluated yet.
         step_s: Seconds of the batch that evaluated the last token, 0 if none did; None if the
             request did not lie aside in this turn.
     """
@@ -205,7 +205,7 @@ class Seat:
         self.records: SeatRecords | None = None
         self.next_token: int | None = None
         self._level = 0
-        self.row: int | None = None
+        self._output: tuple[int, int] | None = None  # number of the batch, and row of its outputs
         self.step_s: float | None = None
         self._n_tokens = 0
         self._is_ahead = False  # the cells have the next token, but not Llama's records
@@ -227,6 +227,13 @@ class Seat:
         return self._level if self._is_aside else self._host.level(self.engine.ctx)
 
     @property
+    def row(self) -> int | None:
+        """Row of the engine's outputs that belongs to the request; None if it has none any more."""
+        if self._output is None or self._output[0] != self._seats.n_batches:
+            return None
+        return self._output[1]
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether the request sits on the engine, and sequence 0 holds the cells of another one."""
         return self._seats.seated is self and self.place != _ENGINE_S
@@ -244,8 +251,9 @@ class Seat:
         self._drop_ahead()
         if self._end.drafting is not None:
             self._end.drafting.detach()  # until the request has the engine to itself
-        self._n_tokens, self.row, self.step_s = int(llama.n_tokens), None, 0.0
+        self._n_tokens, self._output, self.step_s = int(llama.n_tokens), None, 0.0
         self._level = self._host.level(self.engine.ctx)
+        self.engine.require_evaluation()  # others may replace the logits
         if not self._is_told:  # before other tokens are evaluated
             self._is_told = True
             self._tell(begins=True)
@@ -266,8 +274,10 @@ class Seat:
         if not self.engine.is_alive:
             raise ReferenceError("the Llama object was closed while another request used it")
         seats = self._seats
+        if seats.seated is not None:  # it was interrupted; this may move the request of sequence 0
+            seats.seated.settle()
         if self.place != _ENGINE_S:
-            self.engine.end()  # a request that was interrupted, and is saved with its own records
+            self.engine.end()  # saves the request that was interrupted
             seats.swap_in(self)
         seats.seated, self._is_aside = self, False
         self.tracker.bring_back(self._end)
@@ -276,11 +286,12 @@ class Seat:
     def settle(self) -> None:
         """Let the request that sits on the engine take sequence 0, to use the engine alone."""
         seats = self._seats
-        seats.seated, self.row = None, None
+        seats.seated, self._output = None, None
         self._drop_ahead()
         if self.place != _ENGINE_S:
             seats.swap_out(self)
         self._sit_alone()
+        self.engine.require_evaluation()  # the last logits may be of others' tokens
 
     def close(self) -> None:
         """Give up the seat: the request is over."""
@@ -290,13 +301,15 @@ class Seat:
             return  # the context was freed, maybe after the end of the suite
         if seats.seated is self:
             self.settle()
-            self.engine.require_evaluation()  # the logits may be of others' tokens
         seats.drop(self)
         self.tracker.forget_aside(self._end)
 
     def has_evaluated(self, position: int) -> bool:
-        """Return whether the token at a position was evaluated with others, and is the next one."""
-        return self._is_ahead and position == self._n_tokens
+        """Return whether the token at a position was evaluated with others, and is the next one.
+
+        After another batch it counts as not evaluated, because its logits are gone.
+        """
+        return self._is_ahead and self.row is not None and position == self._n_tokens
 
     def evaluates(self, batch: Any) -> bool:
         """Return whether a batch of ``Llama``'s is the token that was evaluated with others."""
@@ -325,18 +338,20 @@ class Seat:
         self.engine.settle()
         for seat in seats:
             seat._drop_ahead()
-            seat.row = None
+            seat._output = None
         items = [(cast("int", one.next_token), one._n_tokens, one.place) for one in seats]
         batch, ctx = self._seats.batch(items), self.engine.ctx
         self._host.hooks.request_switch(self._end.request)
         started = time.perf_counter()
+        self._seats.n_batches += 1
         with self._host.call(self.tracker):
             status = self._host.decode_together(ctx, batch)
         if status != 0:
             return None
         step_s = time.perf_counter() - started
         for row, seat in enumerate(seats):
-            seat.row, seat.step_s, seat._is_ahead = row, step_s, True
+            seat._output, seat.step_s = (self._seats.n_batches, row), step_s
+            seat._is_ahead = True
         self._host.hooks.decode(DecodeStep(ctx, len(seats), step_s))
         return step_s
 

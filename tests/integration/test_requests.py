@@ -132,6 +132,18 @@ def test_hook_llmaas_shorten(patched, make_llama):
     assert found == expected
 
 
+def test_drafts_follow_the_prompt_that_is_read(patched, make_llama):
+    class Offering:
+        @hookimpl
+        def llmaas_draft(self, request):
+            self.asked = request.tokens.tolist()
+
+    offering = Offering()
+    patched(cutter=Cutter(), offering=offering)
+    greedy(make_llama(), PROMPT, 1)
+    assert offering.asked == SHORT
+
+
 def test_a_share_of_the_prompt_is_the_app_s_or_else_the_planner_s(patched, make_llama):
     planned = Levels(prompt_share=0.5)
     cutter = Cutter(level=planned)

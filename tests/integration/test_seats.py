@@ -173,6 +173,21 @@ def test_the_next_request_samples_from_its_own_logits(exact):
     exact.b.close()
 
 
+def test_the_next_request_after_one_that_ended_aside(exact):
+    """The cells in sequence 0 are of that one, but the engine's last logits are not."""
+    a, b = exact.both(3), exact.seats["b"]
+    exact.seats["a"].leave()
+    assert b.evaluate_with([]) > 0
+    a.close()
+    *said, last = exact.sampled["a"]
+    with serving_context(None, "a"):
+        again = exact.llama.generate([*PROMPTS["a"], *said], temp=0.0)
+        assert next(again) == last
+    again.close()
+    b.enter()
+    exact.b.close()
+
+
 def test_tokens_of_two_requests_in_one_batch(pair, make):
     pair.llama = make()
     a = pair.both(N)
@@ -181,6 +196,61 @@ def test_tokens_of_two_requests_in_one_batch(pair, make):
         np.testing.assert_array_equal(pair.rows[app], rows)
     a.close()
     assert pair.n_batches == N - 2  # the other request's first turn begins it
+
+
+def test_another_batch_replaces_the_results_of_one(patched, make):
+    """Request b evaluates a token alone before request a samples from a batch of both."""
+
+    class Hurrying(Pair):
+        def step_b(self):
+            super().step_b()
+            self.is_together = False
+            super().step_b()
+            self.is_together = True
+
+    pair = Hurrying()
+    patched(pair=pair)
+    pair.llama = make(n_ubatch=1)
+    alone = {app: pair.alone(app, 2 * N) for app in PROMPTS}
+    pair.both(N).close()
+    assert pair.n_batches == N - 2
+    for app, (tokens, rows) in alone.items():
+        n = len(pair.sampled[app])
+        assert pair.sampled[app] == tokens[:n]
+        np.testing.assert_array_equal(pair.rows[app], rows[:n])
+
+
+@pytest.mark.parametrize("app", PROMPTS)
+def test_one_request_interrupts_another_that_has_no_time_to_leave(patched, make, app):
+    """Each has its own cells and records then, whichever of them has sequence 0."""
+
+    class Interrupting(Pair):
+        n_turns = 0
+
+        @hookimpl
+        def llmaas_turn(self, request, n_left, seat):
+            other = self.seats.get("b" if app == "a" else "a")
+            if request.app == app and other is not None and other.is_aside and not n_left:
+                self.n_turns += 1
+                if self.n_turns % 3 == 0:
+                    other.enter()
+                    other.leave()
+                    return
+            super().llmaas_turn(request, n_left, seat)
+
+    pair = Interrupting()
+    patched(pair=pair)
+    pair.llama = make(n_ubatch=1)
+    alone = {name: pair.alone(name, 3 * N) for name in PROMPTS}
+    pair.end(pair.both(3 * N))
+    assert pair.n_turns > N
+    assert pair.n_batches > N
+    for name, (tokens, rows) in alone.items():
+        n = len(pair.sampled[name])
+        assert pair.sampled[name] == tokens[:n]
+        np.testing.assert_array_equal(pair.rows[name], rows[:n])
+    for told in pair.told.values():
+        assert [begins for begins, _ in told] == [True, False] * (len(told) // 2)
 
 
 def test_requests_that_are_not_decoded_together(exact):

@@ -45,10 +45,12 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
         tracker.n_calls += 1
         try:
             seats = tracker.seats
-            if seats is not None and seats.seated is not None and not tracker.is_lent:
-                if tracker.is_evaluating and seats.seated.evaluates(batch):
-                    return 0
-                seats.give_up()
+            if seats is not None:
+                if seats.seated is not None and not tracker.is_lent:
+                    if tracker.is_evaluating and seats.seated.evaluates(batch):
+                        return 0
+                    seats.give_up()
+                seats.n_batches += 1
             prepare(ctx, tracker)
             n_tokens = batch.n_tokens
             if keeps_cells and (refusal := tracker.refusal(batch, n_tokens)):

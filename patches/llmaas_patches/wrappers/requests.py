@@ -200,16 +200,16 @@ def _begin(host: Host, end: End) -> tuple[int | None, Turns | None]:
         First token that must give logits, or None if only the last one must; and the request's
         turns, or None if it keeps its engine to the end.
     """
-    engine, request, run = end.engine, end.request, end.run
+    engine, run = end.engine, end.run
     end.is_begun = True
     try:
         with request_scope.entered(run.scope):
             first_output = _prepare(host, end)
-        engine.resident_app = request.app  # the remaining cells and all later ones
+        engine.resident_app = end.request.app  # the remaining cells and all later ones
     except BaseException:
         engine.n_outputs, end.n_reused = 1, 0
         raise
-    end.drafting = drafting_of(host, engine, request)
+    end.drafting = drafting_of(host, engine, end.request)  # which reads the prompt that is left
     if end.drafting is not None:
         end.drafting.attach()
     run.clock.prepared()

@@ -7,51 +7,12 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from llmaas_hooks import NO_PROMISE, DecodeStep, Limit, Promise
+from calling import Caller, Engine, Seat, until
+
+from llmaas_hooks import ContextCreate
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned
 from llmaas_plugins.server.together import Together
-
-
-class Engine:
-    """Engine that only one call uses at a time.
-
-    Attributes:
-        batches: Names of the calls whose tokens each batch had.
-    """
-
-    def __init__(self):
-        self.batches, self.user, self.fails = [], None, False
-
-
-class Seat:
-    """Seat of a call on such an engine."""
-
-    def __init__(self, engine, name, level=0):
-        self.engine, self.name, self.level = engine, name, level
-        self.is_aside, self.can_leave, self.is_evaluated = False, True, False
-
-    def leave(self):
-        assert not self.is_aside
-        assert self.engine.user in {None, self.name}
-        self.is_aside, self.is_evaluated, self.engine.user = True, False, None
-
-    def enter(self):
-        assert self.is_aside
-        assert self.engine.user is None
-        self.is_aside, self.engine.user = False, self.name
-
-    def evaluate_with(self, others):
-        seats = [self, *others]
-        assert self.engine.user is None
-        assert all(seat.is_aside for seat in seats)
-        assert {seat.level for seat in seats} == {self.level}
-        if self.engine.fails:
-            return None
-        for seat in seats:
-            seat.is_evaluated = True
-        self.engine.batches.append(frozenset(seat.name for seat in seats))
-        return 0.001
 
 
 @pytest.fixture
@@ -62,50 +23,6 @@ def engine():
 @pytest.fixture
 def together():
     return Together(ServiceConfig(most_together=3))
-
-
-class Caller:
-    """Call that runs in a task, and whose work is done on other threads."""
-
-    def __init__(self, together, engine, name, promise=NO_PROMISE, level=0):
-        self.together, self.name = together, name
-        self.call = together.enter(name, promise)
-        self.seat = Seat(engine, name, level)
-        self.n_alone = 0
-
-    async def run(self, n_tokens):
-        """Evaluate a prompt in two pieces, and ``n_tokens`` tokens."""
-        await self.call.turn.wait()
-        try:
-            await anyio.to_thread.run_sync(self._work, n_tokens)
-        finally:
-            self.together.leave(self.call)
-
-    def _work(self, n_tokens):
-        engine = self.seat.engine
-        for n_left in (200, 100, *[0] * n_tokens):
-            engine.user = self.name  # maybe in the place of one that it interrupts
-            self.together.llmaas_turn(n_left, self.seat)
-            assert self.together.running is self.call
-            engine.user = self.name
-            if not (n_left or self.seat.is_evaluated):
-                self.n_alone += 1
-                self.together.end_if_unwanted(DecodeStep(0, 1, 0.001))
-            self.seat.is_evaluated = False
-        self.seat.can_leave = False
-        engine.user = None
-
-
-async def until(condition, together=None):
-    """Wait for a condition; if it does not come, end all calls, whose threads go on otherwise."""
-    try:
-        with anyio.fail_after(20):
-            while not condition():  # noqa: ASYNC110  threads change it
-                await anyio.sleep(0.001)
-    except TimeoutError:
-        if together is not None:
-            together.end_running()
-        raise
 
 
 def test_calls_are_decoded_together(together, engine):
@@ -185,69 +102,33 @@ def test_a_call_that_is_over_leaves_the_others(together, engine):
     anyio.run(story)
 
 
-@pytest.mark.parametrize(
-    ("promise", "shares"),
-    [
-        (Promise(Limit(5.0), Limit(5.0)), True),
-        (Promise(Limit(5.0), Limit(1e-4)), False),
-        (Promise(Limit(5.0)), True),
-    ],
-)
-def test_calls_with_promises_share_batches_that_keep_them(together, engine, promise, shares):
-    """A batch of the engine takes 1 ms."""
+def test_a_call_that_cannot_enter_does_not_wait(together, engine):
+    class Failing(Seat):
+        def leave(self):
+            raise RuntimeError("a plugin failed")
 
     async def story():
-        first, second = Caller(together, engine, "a", promise), Caller(together, engine, "b")
-        async with anyio.create_task_group() as group:
-            group.start_soon(first.run, 30)
-            group.start_soon(second.run, 30)
-        assert ({"a", "b"} in engine.batches) == shares
-        assert shares or first.n_alone == 30
+        running = together.enter("a")
+        running.seat, running.away_since_s = Failing(engine, "a"), 0.0
+        with pytest.raises(RuntimeError, match="a plugin failed"):
+            together.enter("b")
+        assert together.waiting == []
 
     anyio.run(story)
 
 
-def test_calls_with_promises_share_with_each_other(engine):
-    """One that would be late interrupts the others, and they all share once it answers."""
-    together = Together(ServiceConfig(most_together=3, longest_overtaken_s=0.2))
+def test_why_calls_run_alone(together):
+    def why():
+        return together.report()["together"]["why_alone"]
 
-    async def story():
-        async def run(caller):
-            try:
-                await caller.run(10**6)
-            except Abandoned:
-                engine.user = None
-
-        async with anyio.create_task_group() as group:
-            for name in "abc":
-                caller = Caller(together, engine, name, Promise(Limit(0.2), Limit(5.0)))
-                group.start_soon(run, caller)
-                await until(lambda caller=caller: caller.call.first_s is not None, together)
-            await until(lambda: engine.batches.count({"a", "b", "c"}) > 10, together)
-            together.stop()
-            together.end_running()
-        assert len(together) == 0
-
-    anyio.run(story)
-
-
-def test_a_call_shares_nothing_while_another_waits_for_its_first_token(together, engine):
-    async def story():
-        first = Caller(together, engine, "a", Promise(Limit(5.0), Limit(5.0)))
-        second = Caller(together, engine, "b")
-        async with anyio.create_task_group() as group:
-            group.start_soon(first.run, 1000)
-            group.start_soon(second.run, 1000)
-            await until(lambda: engine.batches.count({"a", "b"}) > 10)
-            third = Caller(together, engine, "c", Promise(Limit(60.0)))
-            n_before, n_alone = len(engine.batches), first.n_alone
-            group.start_soon(third.run, 10)
-            await until(lambda: third.call.first_s is not None)
-        assert first.n_alone > n_alone + 100
-        shared = [batch for batch in engine.batches[n_before:] if {"a", "b"} <= batch]
-        assert len(shared) < 10
-
-    anyio.run(story)
+    create = ContextCreate(1, None, None)
+    assert "kv_chunks does not keep" in why()
+    together.llmaas_context_create(create)
+    create.n_seats = create.wants_seats
+    assert all(check(1) for check in create.checks)
+    assert why() is None
+    create.n_seats, create.why_no_seats = 0, "another plugin cannot"  # its check comes later
+    assert why() == "another plugin cannot"
 
 
 def test_a_stream_lets_others_in_between_its_pieces(together, engine):
