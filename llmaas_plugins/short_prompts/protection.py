@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,14 +69,16 @@ def prompt_of(tokens: Tokens, vocabulary: Vocabulary, protect: Protection = PROT
         _keep_code(words, layout, kept)
     for pattern in protect.patterns:
         _keep(kept, layout.spans(pattern.spans(words.text)))
-    frequent = _frequent(words, layout, protect.kinds) & ~kept
+    frequent = _frequent(words, layout, protect.kinds)
+    _keep(frequent, question.openings)
+    frequent &= ~kept
     return Prompt(
         words.tokens, words.starts, words.texts, kept | frequent, frequent, question.start
     )
 
 
 def _frequent(words: Words, layout: Layout, kinds: frozenset[str]) -> NDArray[np.bool_]:
-    """Return the numbers, the names and the quoted words."""
+    """Return the numbers, the names and the quoted words, of which texts may be full."""
     found = np.zeros(len(words.texts), np.bool_)
     if "numbers" in kinds:
         found |= words.any(Fact.DIGIT)
@@ -86,14 +89,14 @@ def _frequent(words: Words, layout: Layout, kinds: frozenset[str]) -> NDArray[np
     return found
 
 
-def _keep(kept: NDArray[np.bool_], spans: list[tuple[int, int]]) -> None:
+def _keep(kept: NDArray[np.bool_], spans: Iterable[tuple[int, int]]) -> None:
     for start, end in spans:
         kept[start:end] = True
 
 
 def _keep_code(words: Words, layout: Layout, kept: NDArray[np.bool_]) -> None:
     """Keep code between marks, identifiers, addresses and paths."""
-    may_be = words.any(Fact.SYMBOL | Fact.INNER)
+    may_be = words.any(Fact.SYMBOL | Fact.INNER) & words.any(Fact.LETTER)  # 13.11 is a number
     for at in np.flatnonzero(may_be & ~kept).tolist():
         if _CODE.search(words.texts[at]):
             kept[at] = True

@@ -38,11 +38,13 @@ class Question(NamedTuple):
 
     Attributes:
         start: First word of the question itself.
-        spans: Words to keep for it, and those that open turns: first words, and ends.
+        spans: Words to keep for it, and those that open the last turns: first words, and ends.
+        openings: Words that open the turns before, in the same form.
     """
 
     start: int
     spans: tuple[tuple[int, int], ...]
+    openings: tuple[tuple[int, int], ...] = ()
 
 
 class _Opening(NamedTuple):
@@ -68,18 +70,21 @@ def find_question(words: Words, layout: Layout) -> Question:
     """
     finder = _Finder(words, layout)
     openings = _openings(words, layout)
-    marks = [(one.start, one.end) for one in openings]
     n = finder.end_of_text(openings)
     turn = finder.last_asked(openings)
+    begin = finder.last_part(finder.start_of_text(n), n) if turn is None else turn[0]
+    marks = [(one.start, one.end) for one in openings]
+    before = tuple(mark for mark in marks if mark[1] < begin)
+    last = [mark for mark in marks if mark[1] >= begin]
     if turn is None:
-        start = finder.last_part(finder.start_of_text(n), n)
-        return Question(start, (*marks, (start, n)))
+        return Question(begin, (*last, (begin, n)), before)
     start, end = turn
-    spans = [*marks, (finder.last_part(end, n), n)] if end < n else marks
+    spans = [*last, (finder.last_part(end, n), n)] if end < n else last
     if finder.n_tokens(start, end) <= _MOST_TOKENS:
-        return Question(start, (*spans, (start, end)))
+        return Question(start, (*spans, (start, end)), before)
     part = finder.last_part(start, end)
-    return Question(part, (*spans, (start, finder.first_part(start, end)), (part, end)))
+    first = start, finder.first_part(start, end)
+    return Question(part, (*spans, first, (part, end)), before)
 
 
 class _Finder:

@@ -108,7 +108,9 @@ def test_what_is_learned_equals_real_answers(learn, model, capsys):
     assert (found.margins > 0).all()
 
 
-def test_answers_to_parts_of_prompts_equal_real_ones(learn, model, prompts, capsys):
+def test_answers_to_parts_of_prompts_equal_real_ones(learn, model, prompts, capsys, monkeypatch):
+    monkeypatch.setenv("LLMAAS_PLUGINS__SHORT_PROMPTS__ENABLED", "true")
+    monkeypatch.setenv("LLMAAS_PLUGINS__SHORT_PROMPTS__LEAST_TOKENS", "2")
     prompts.write_text("\n".join(json.dumps({"prompt": one}) for one in STORIES))
     assert learn("--shares", "0.5,0.75", "--scorer", "last", "--json") == 0
     report = json.loads(capsys.readouterr().out)

@@ -207,7 +207,7 @@ def test_a_prompt_that_the_app_reads_stays_whole_and_is_judged_as_whole(model, s
     answer.close()
     assert recorder.taken(llama)[0] == (0.2, N)
     found = status(suite)
-    assert found["last"][""]["prompt"] == {"share": 1.0, "left_out": 0, "choosing_ms": 0.0}
+    assert "prompt" not in found["last"][""]  # there was nothing to choose from
     assert found["requests"] | {"infeasible": 1, "shortened": 0} == found["requests"]
 
 

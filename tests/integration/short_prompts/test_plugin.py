@@ -265,7 +265,8 @@ def post(server, path, body, **headers):
 
 
 def test_served_calls_ask_by_a_field_or_a_header(tmp_path):
-    config = '[plugins.short_prompts]\nleast_tokens = 32\nscorer = "first"\n'
+    own = '[plugins.short_prompts]\nleast_tokens = 32\nscorer = "first"\n'
+    config = f'[service]\nstate_dir = "state"\n{own}'
     body = {"prompt": TURN, "max_tokens": 2}
     with serving(tmp_path, config=config, n_ctx=512) as server:
         for given, headers in (
