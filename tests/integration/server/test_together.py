@@ -181,6 +181,7 @@ def test_the_service_stops_in_the_middle(tmp_path, how):
         assert "Traceback" not in server.log()
 
 
+@pytest.mark.slow
 def test_calls_with_promises_go_first(tmp_path):
     config = CONFIG.format(most=4, codec="int8", parked=0, timeout_s=30)
     with serving(tmp_path, config=config + "[plugins.deadlines]\n", n_ctx=LONG_N_CTX) as server:
@@ -229,6 +230,7 @@ def test_calls_with_promises_share_batches_that_keep_them(tmp_path, tpot, shares
             thread.join(120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parked", [0, 2048])
 def test_interrupted_calls_and_calls_aside_keep_their_own_cells(tmp_path, parked):
     """Calls with promises are interrupted while others lie aside, and those interrupt them.

@@ -93,6 +93,7 @@ def asks(server, contexts, turn):
     return [functools.partial(ask, app) for app in ASKED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", "tolerance"])
 @pytest.mark.parametrize("is_served", [False, True], ids=["in memory", "flash_weights"])
 def test_apps_answer_as_one_by_one(model, tmp_path, codec, is_served):
