@@ -23,10 +23,13 @@ def test_adapters_are_learned_for_the_searched_widths(tmp_path, monkeypatch, cap
     made = tmp_path / "model.elastic.gguf"
     digest = file_digest(made)
     assert main([*command, "--improve"]) == 0
-    assert "step 2 of 2: learn adapters" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "step 2 of 3: learn adapters" in said
+    assert "step 3 of 3: learn which words" in said
     assert file_digest(made) == digest
     assert {*read_elastic(made).tables} == {"uniform", "searched"}
     assert 'table = "searched"' in (tmp_path / "llmaas.toml").read_text()
+    assert "\n[plugins.short_prompts]" in (tmp_path / "llmaas.toml").read_text()
     assert main([*command, "--improve"]) == 0
     assert "step" not in capfd.readouterr().err  # nothing is done again
     assert main([*command, "--no-improve"]) == 0  # and this run finds its own file

@@ -83,7 +83,9 @@ def _loaded_in_place_of(model: Path) -> Path:
     from llmaas_plugins.config import load_config
     from llmaas_plugins.model.made_files import file_in_place_of
 
-    return file_in_place_of(model.absolute(), load_config().models, f"`llmaas setup {model}`")
+    path, setup = model.absolute(), f"`llmaas setup {model}`"
+    found = file_in_place_of(path, load_config().models, setup)
+    return model if found == path else found
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
