@@ -8,16 +8,26 @@ import numpy as np
 import pytest
 from leveled import write_times
 from preparing import prepare
+from tiny_encoders import N_EMBD, write_package
 
 from llmaas_eval.data import packaged_lines
 from llmaas_eval.prompts import break_even, continuation, facts, narrow_recall, oracle_gap
 from llmaas_eval.prompts.engine import opened
 from llmaas_eval.prompts.passages import KINDS, passages
 from llmaas_eval.prompts.recalls import Layout, as_passage, contexts
-from llmaas_eval.prompts.scorers import NAMES, ORACLE, WHOLE_MODEL, Material, scorers_of
+from llmaas_eval.prompts.scorers import ORACLE, UNTRAINED, WHOLE_MODEL, Material, scorers_of
 from llmaas_eval.prompts.words import only_question, words_of
+from llmaas_hooks import ConfigError
+from llmaas_plugins.short_prompts.encoder import model_file
+from llmaas_plugins.short_prompts.encoder.body import read_body
+from llmaas_plugins.short_prompts.encoder.model_file import (
+    GENERAL,
+    EncoderFile,
+    Head,
+    encoder_path,
+)
 
-WITHOUT_TORCH = [name for name in NAMES if name != ORACLE]
+WITHOUT_TORCH = [name for name in UNTRAINED if name != ORACLE]
 STUDIES = {
     "narrow_recall": (narrow_recall, []),
     "oracle_gap": (oracle_gap, []),
@@ -83,6 +93,24 @@ def test_every_scorer_scores_each_word(engine):
     assert found["first"].argmax() == 0
     assert found["last"].argmin() == 0
     assert not np.allclose(found[WHOLE_MODEL], found["self_information"])  # at another level
+
+
+def test_the_encoder_is_a_scorer_where_one_was_trained(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_file, "DIRECTORY", tmp_path / "encoders")
+    with pytest.raises(ConfigError, match="llmaas prompts learn"):
+        scorers_of(engine, ["encoder"])
+    body = read_body(write_package(tmp_path / "package"))
+    chance = np.random.default_rng(0)
+    weight = chance.standard_normal((2, N_EMBD)).astype(np.float32)
+    path = encoder_path(GENERAL)
+    path.parent.mkdir()
+    EncoderFile.write(path, body, {}, Head(weight, np.zeros(2, np.float32)))
+    prompt = words_of(engine, engine.tokens("User: the train leaves at nine from platform two\n"))
+    (score,) = scorers_of(engine, ["encoder"]).values()
+    found = score(prompt, Material(engine, prompt.tokens[:1]))
+    assert found.shape == (len(prompt.words),)
+    assert np.isfinite(found).all()
+    assert np.ptp(found) > 0
 
 
 def test_scorers_leave_the_cells_as_they_were(engine):
