@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 __all__ = ["are_loaded_here", "are_made_here", "own_contexts", "own_models"]
 
@@ -18,24 +18,14 @@ _is_here: contextvars.ContextVar[bool] = contextvars.ContextVar("llmaas_own_mode
 _is_own: contextvars.ContextVar[bool] = contextvars.ContextVar("llmaas_own_contexts", default=False)
 
 
-@contextmanager
-def own_models() -> Iterator[None]:
+def own_models() -> AbstractContextManager[None]:
     """Load models and create contexts inside the block for the plugin itself."""
-    token = _is_here.set(True)
-    try:
-        yield
-    finally:
-        _is_here.reset(token)
+    return _inside(_is_here)
 
 
-@contextmanager
-def own_contexts() -> Iterator[None]:
+def own_contexts() -> AbstractContextManager[None]:
     """Create contexts of an app's model inside the block for the plugin itself."""
-    token = _is_own.set(True)
-    try:
-        yield
-    finally:
-        _is_own.reset(token)
+    return _inside(_is_own)
 
 
 def are_made_here() -> bool:
@@ -46,3 +36,12 @@ def are_made_here() -> bool:
 def are_loaded_here() -> bool:
     """Return whether this thread or task is inside a block of ``own_models``."""
     return _is_here.get()
+
+
+@contextmanager
+def _inside(block: contextvars.ContextVar[bool]) -> Iterator[None]:
+    token = block.set(True)
+    try:
+        yield
+    finally:
+        block.reset(token)

@@ -90,7 +90,8 @@ class ScorerChoice:
         if path is None:
             return self._keep(llama, _WITHOUT)
         with self._lock:
-            encoder = self._encoders.setdefault(path, EncoderScorer(path))
+            if (encoder := self._encoders.get(path)) is None:
+                encoder = self._encoders[path] = EncoderScorer(path)
             if is_sure:
                 self._scorers[llama] = _ENCODER, encoder
         return _ENCODER, encoder

@@ -30,7 +30,7 @@ from llmaas_plugins.short_prompts.choice import ScorerChoice
 from llmaas_plugins.short_prompts.config import ShortPromptsConfig
 from llmaas_plugins.short_prompts.patterns import Pattern
 from llmaas_plugins.short_prompts.protection import PROTECTION, Protection, prompt_of
-from llmaas_plugins.short_prompts.report import Counts, report_of
+from llmaas_plugins.short_prompts.report import Counts, report_of, text_left_out
 from llmaas_plugins.short_prompts.scorer import Prompt
 from llmaas_plugins.short_prompts.vocabulary import vocabulary_of
 
@@ -53,9 +53,7 @@ class ShortPrompts:
         self._natives: dict[int, NativeContext] = {}
         self._scorers = ScorerChoice(config.scorer, self._natives)
         self._prompts: weakref.WeakKeyDictionary[Request, Prompt] = weakref.WeakKeyDictionary()
-        self._failing: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # engines whose words have no scores
+        self._failing: weakref.WeakSet[Any] = weakref.WeakSet()  # engines without scores
         self._counts = Counts()
         self._last: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
@@ -96,10 +94,10 @@ class ShortPrompts:
         shares = set(self._config.shares) if asked is None else {asked}
         if not shares or (own if asked is None else asked) == 1 or not self._may_shorten(request):
             return None
-        if request.engine.llama in self._failing:
+        llama = request.engine.llama
+        if llama in self._failing:
             return None
         prompt, n_tokens = self._prompt(request), len(request.tokens)
-        llama = request.engine.llama
         seconds = self._scorers.scorer_for(llama).seconds(n_tokens)
         found: list[ShorterPrompt] = []
         for share in sorted(shares, reverse=True):
@@ -119,12 +117,9 @@ class ShortPrompts:
         if share is None or share == 1 or not self._may_shorten(request):
             return None
         began = time.perf_counter()
-        prompt = self._prompt(request)
-        if n_read(prompt, budget(prompt, share)) == len(request.tokens):
-            return None  # all of it is protected
-        found = self._shortened(request.engine.llama, prompt, share)
+        found = self._shortened(request.engine.llama, self._prompt(request), share)
         if not found.n_left_out:
-            return None
+            return None  # all of it is protected
         self._tell(request, found, share, time.perf_counter() - began)
         return found.tokens
 
@@ -169,9 +164,9 @@ class ShortPrompts:
         with self._lock:
             self._counts.add(found, seconds)
             name = (request.app or "")[:_MOST_SHOWN]
-            self._last[name] = {key: report[key] for key in report if key != "left_out"}
+            self._last[name] = report
             self._last.move_to_end(name)
             while len(self._last) > _MOST_APPS:
                 self._last.popitem(last=False)
         if request.notes is not None:
-            request.notes[_NAME] = report
+            request.notes[_NAME] = {**report, "left_out": text_left_out(found)}

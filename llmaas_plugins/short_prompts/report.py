@@ -8,7 +8,7 @@ from typing import Any
 
 from llmaas_plugins.short_prompts.budget import Shortened
 
-__all__ = ["Counts", "report_of"]
+__all__ = ["Counts", "report_of", "text_left_out"]
 
 _MOST_SHOWN = 1200
 """Most bytes of a text that was left out, as JSON: a header of the service carries 4 KiB."""
@@ -52,13 +52,11 @@ class Counts:
 
 
 def report_of(found: Shortened, share: float, seconds: float) -> dict[str, Any]:
-    """Return what was left out of a prompt, as plain JSON types.
+    """Return how a prompt was shortened, as plain JSON types.
 
-    ``left_out`` is its text, cut to 1,200 bytes. ``over_budget`` says whether the protected
-    words alone were more than the share, and ``crowded`` whether there were so many numbers and
-    names that they were judged as other words.
+    ``over_budget`` says whether the protected words alone were more than the share, and ``crowded``
+    whether there were so many numbers and names that they were judged as other words.
     """
-    text = " … ".join(part.strip() for part in found.left_out)
     return {
         "share": share,
         "tokens": len(found.prompt.tokens),
@@ -66,8 +64,13 @@ def report_of(found: Shortened, share: float, seconds: float) -> dict[str, Any]:
         "over_budget": found.exceeds,
         "crowded": found.is_crowded,
         "ms": round(1000 * seconds, 3),
-        "left_out": _cut(text[:_MOST_SHOWN]) if _is_long(text) else text,
     }
+
+
+def text_left_out(found: Shortened) -> str:
+    """Return the text that was left out, cut to 1,200 bytes of JSON."""
+    text = " … ".join(part.strip() for part in found.left_out)
+    return _cut(text[:_MOST_SHOWN]) if _is_long(text) else text
 
 
 def _is_long(text: str) -> bool:

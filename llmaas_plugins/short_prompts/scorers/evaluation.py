@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import LlmaasError, NativeContext, PluginError, Tokens, UnmetBudgetError
 from llmaas_hooks.own_models import own_contexts
+from llmaas_plugins.model.cell_sizes import CELL_STEP
 
 __all__ = ["Evaluation", "evaluation"]
 
 _MOST_LOGITS_BYTES = 64 << 20
 _MOST_BATCH = 512
-_STEP = 256
-"""llama.cpp rounds the number of cells of a context up to a multiple of this."""
 
 
 class Evaluation:
@@ -136,7 +135,7 @@ def _made(llama: Any, params: Any) -> Any:
 def _params(llama: Any, n_tokens: int, most_batch: int) -> Any:
     """Return the app's parameters, for one prompt of ``n_tokens`` tokens."""
     params = type(llama.context_params).from_buffer_copy(llama.context_params)
-    params.n_ctx = -(-n_tokens // _STEP) * _STEP
+    params.n_ctx = -(-n_tokens // CELL_STEP) * CELL_STEP
     params.n_batch = params.n_ubatch = min(most_batch, params.n_ctx)
     params.n_seq_max = 1
     params.embeddings = False

@@ -245,7 +245,7 @@ def _prepare(host: Host, end: End) -> int | None:
         First token that must give logits; None if only the last one must.
     """
     engine, request, resets = end.engine, end.request, end.run.resets
-    shortens = resets and _may_shorten(engine, request)
+    shortens = resets and host.hooks.listens("llmaas_shorten") and _may_shorten(engine, request)
     reuses = resets and not engine.needs_all_logits
     end.levels = host.hooks.level(request, reuses=reuses, shortens=shortens)
     if shortens:
