@@ -12,9 +12,10 @@ from pathlib import Path
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error
+from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.machine import room
 
-__all__ = ["check_room", "check_target", "content_of", "folder_beside"]
+__all__ = ["check_room", "check_target", "content_of", "folder_beside", "json_lines"]
 
 _MOST_BYTES = 1 << 30
 
@@ -41,6 +42,22 @@ def content_of(text: Path) -> bytes:
             return file.read()
     except OSError as error:
         raise ConfigError(f"cannot read {text}: {error.strerror}.") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, object]]:
+    """Yield the place and the value of each line of a JSONL file; blank lines are left out.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is no JSON.
+    """
+    for number, line in enumerate(content_of(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            yield where, parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}. Each line must be JSON.") from error
 
 
 def _opened(path: str, flags: int) -> int:

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from llmaas_plugins.cli.files import content_of
 
 if TYPE_CHECKING:
     from llmaas_hooks import Tokens
 
-__all__ = ["conversation_files", "packaged_conversations", "packaged_tokens", "tokens_of"]
+__all__ = [
+    "add_prompt_text",
+    "conversation_files",
+    "packaged_conversations",
+    "packaged_tokens",
+    "prompt_texts",
+    "tokens_of",
+]
+
+
+def add_prompt_text(source: Any) -> None:
+    """Add ``--text``, of which parts are prompts, to a group of options."""
+    source.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="text of which parts are the prompts, best of the kind that the model will see "
+        "(default: packaged texts and conversations)",
+    )
+
+
+def prompt_texts(paths: Sequence[Path] | None) -> list[bytes]:
+    """Return the texts of ``--text``, or the packaged ones and the packaged conversations.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    from llmaas_plugins.elastic.calibration import packaged_texts
+
+    if paths:
+        return [content_of(path) for path in paths]
+    return [text.encode() for text in (*packaged_texts().values(), *packaged_conversations())]
 
 
 def tokens_of(content: bytes, model: Any) -> Tokens:

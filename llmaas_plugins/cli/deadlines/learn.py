@@ -17,6 +17,7 @@ from llmaas_plugins.cli.deadlines.shares import (
     shortened_prompts,
     shortener,
 )
+from llmaas_plugins.cli.given_text import add_prompt_text
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action, trained_context
 from llmaas_plugins.cli.options import at_least
@@ -60,14 +61,7 @@ def add_learn(actions: Any) -> None:
         help="widths to measure (default: searched, if the model has them)",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--text",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="text of which parts are the prompts, best of the kind that the model will see "
-        "(default: packaged texts and conversations)",
-    )
+    add_prompt_text(source)
     source.add_argument(
         "--prompts",
         type=Path,

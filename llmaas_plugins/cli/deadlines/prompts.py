@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.files import content_of
-from llmaas_plugins.cli.given_text import packaged_conversations, tokens_of
+from llmaas_plugins.cli.files import json_lines
+from llmaas_plugins.cli.given_text import prompt_texts, tokens_of
 from llmaas_plugins.cli.models import trained_context
-from llmaas_plugins.files.json_text import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +39,7 @@ def prompts_of(args: argparse.Namespace, model: Any, n_prompts: int) -> list[Tok
         chance, found = np.random.default_rng(0), _own(args.prompts, model)
         found = [found[i] for i in chance.permutation(len(found))[:n_prompts]]
     else:
-        texts = [tokens_of(text, model) for text in _texts(args.text)]
+        texts = [tokens_of(text, model) for text in prompt_texts(args.text)]
         start, lengths = model.tokenize(b"", True, False), LENGTHS
         if args.shares:
             most = (trained_context(args.model) or math.inf) - len(start) - args.answer_tokens
@@ -76,36 +75,18 @@ def _own(path: Path, model: Any) -> list[Tokens]:
     import numpy as np
 
     found = []
-    for number, line in enumerate(content_of(path).splitlines(), 1):
-        if line.strip():
-            tokens = model.tokenize(_prompt(path, number, line).encode(), True, True)
-            if tokens:
-                found.append(np.array(tokens, np.int32))
+    for where, row in json_lines(path):
+        tokens = model.tokenize(_prompt(where, row), True, True)
+        if tokens:
+            found.append(np.array(tokens, np.int32))
     return found
 
 
-def _prompt(path: Path, number: int, line: bytes) -> str:
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise ConfigError(f"{path}, line {number}: {error}. Each line must be JSON.") from error
+def _prompt(where: str, row: object) -> bytes:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
-        raise ConfigError(
-            f'{path}, line {number}: expected an object with a text, {{"prompt": "…"}}.'
-        )
+        raise ConfigError(f'{where}: expected an object with a text, {{"prompt": "…"}}.')
     try:
-        prompt.encode()
+        return prompt.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{path}, line {number}: {error.reason}.") from error
-    return prompt
-
-
-def _texts(paths: Sequence[Path] | None) -> list[bytes]:
-    """Return the given texts, or the packaged ones and the packaged conversations."""
-    from llmaas_plugins.elastic.calibration import packaged_texts
-
-    if paths:
-        return [content_of(path) for path in paths]
-    texts = (*packaged_texts().values(), *packaged_conversations())
-    return [text.encode() for text in texts]
+        raise ConfigError(f"{where}: {error.reason}.") from error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.output import progress_bar
+from llmaas_plugins.cli.short_prompts_table import configured
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,13 +58,7 @@ def shortener(args: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
 
     It is empty if no shares are given.
     """
-    from llmaas_plugins.config import PluginTable, load_config
-
-    if not args.shares:
-        return {}
-    table = load_config().plugins.get("short_prompts", PluginTable(True, {}, {}))
-    scorer = {} if args.scorer is None else {"scorer": args.scorer}
-    return {"short_prompts": {**table.values, **scorer}}
+    return {"short_prompts": configured(args.scorer)} if args.shares else {}
 
 
 def shortened_prompts(

@@ -14,6 +14,7 @@ from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import finite
 from llmaas_plugins.cli.output import counted, one_line, print_report
+from llmaas_plugins.cli.short_prompts_table import configured
 
 if TYPE_CHECKING:
     from llmaas_plugins.short_prompts.budget import Shortened
@@ -58,14 +59,11 @@ def explain(args: argparse.Namespace) -> int:
     from llama_cpp import Llama
 
     from llmaas_plugins.activation import activate
-    from llmaas_plugins.config import PluginTable, load_config
     from llmaas_plugins.elastic.metadata import read_elastic
     from llmaas_plugins.model.loading import load_errors
 
     text = _text(args.text)
-    table = load_config().plugins.get("short_prompts", PluginTable(True, {}, {}))
-    scorer = {} if args.scorer is None else {"scorer": args.scorer}
-    plugins: dict[str, Any] = {"short_prompts": {**table.values, "share": args.share, **scorer}}
+    plugins = {"short_prompts": {**configured(args.scorer), "share": args.share}}
     if read_elastic(args.model) is not None:
         plugins["elastic"] = {}
     with activate({"on_error": "raise", "plugins": plugins}) as suite:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.given_text import add_prompt_text, prompt_texts
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.options import at_least, finite, require_torch
 from llmaas_plugins.cli.output import (
@@ -19,7 +20,7 @@ from llmaas_plugins.cli.output import (
     progress_bar,
     size_text,
 )
-from llmaas_plugins.cli.prompts.texts import plain_texts, summarized
+from llmaas_plugins.cli.prompts.texts import summarized
 
 if TYPE_CHECKING:
     from llmaas_plugins.short_prompts.encoder.body import Body
@@ -93,14 +94,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", type=Path, nargs="?", metavar="MODEL.gguf", help="model whose answers to explain")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--text",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="text of which parts are the prompts, best of the kind that the model will see "
-        "(default: packaged texts and conversations)",
-    )
+    add_prompt_text(source)
     source.add_argument(
         "--summaries",
         type=Path,
@@ -162,7 +156,7 @@ def _labeled(args: argparse.Namespace, path: Path) -> Iterator[list[Labeled]]:
     from llmaas_plugins.model.loading import load_errors
     from llmaas_plugins.training.answer_labels import N_ANSWER, N_PROMPT, parts_of
 
-    texts = plain_texts(args.text)
+    texts = [text.decode(errors="replace") for text in prompt_texts(args.text)]
     with load_errors(args.model):
         llama = Llama(str(args.model), n_ctx=N_PROMPT + N_ANSWER, verbose=False)
     with contextlib.closing(llama):
