@@ -58,6 +58,15 @@ def test_answers_are_those_of_calls_alone(tmp_path, codec, parked, ask):
         assert server.stop() == 0
 
 
+SUBJECTS = (
+    *("My sister and I", "Music for tonight", "A hotel in Paris"),
+    *("My bank account", "The bus to York"),
+)
+SURE = GREEDY | {"max_tokens": 16}
+"""No token of these answers is less than 0.11 above the next likely one in the logits. Batches of
+other sizes shift them by up to 0.1, also in llama.cpp itself."""
+
+
 @pytest.mark.parametrize("codec", ["int8", "tolerance"])
 def test_contexts_are_saved_as_alone(tmp_path, codec):
     """Contexts go on as those of calls alone, from the cells that were saved."""
@@ -67,10 +76,10 @@ def test_contexts_are_saved_as_alone(tmp_path, codec):
         folder.mkdir()
         with together(folder, most=most, codec=codec) as server:
             app = server.client.bind("mail")
-            contexts = [app.new_context(f"{prompt} is what you say.") for prompt in PROMPTS]
+            contexts = [app.new_context(f"{subject} is what you say.") for subject in SUBJECTS]
             asks = [
-                [lambda c=context, p=prompt: c.call(p, **GREEDY) for context in contexts]
-                for prompt in ("Tell me more.", "And then?")
+                [lambda c=context, p=prompt: c.call(p, **SURE) for context in contexts]
+                for prompt in ("What is next?", "Thank you.")
             ]
             answers = at_once(*asks[0]) if most > 1 else one_by_one(server, asks[0])
             answers += one_by_one(server, asks[1])
