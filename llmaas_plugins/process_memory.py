@@ -51,6 +51,10 @@ _SHARE = 0.9
 class Limit(Protocol):
     """Keeper of a limit for the memory of the whole process."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that this keeper itself holds, more or less of them at any time."""
+
     def room(self) -> int | None:
         """Return the bytes that users may still take, or None if there is no limit now."""
 
@@ -74,6 +78,10 @@ class Keeper(Protocol):
 
 class User(Protocol):
     """Holder of memory that can be given back."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it holds now."""
 
     @property
     def releasable_bytes(self) -> int:
@@ -177,17 +185,20 @@ def release(n_bytes: int) -> int:
 
 
 class _Reservation:
-    """User whose memory is promised to work that is going on, as far as it did not take it yet."""
+    """User whose memory is promised to work that is going on, as far as it did not take it yet.
 
-    releasable_bytes = 0
+    Memory that others take or give back meanwhile does not count as the work's.
+    """
+
+    held_bytes = releasable_bytes = 0
 
     def __init__(self, n_bytes: int) -> None:
-        self._until = resident_bytes() + n_bytes
-        self._n_bytes = n_bytes
+        self._n_bytes, self._before = n_bytes, _beside_others()
 
     @property
     def promised_bytes(self) -> int:
-        return min(self._n_bytes, max(0, self._until - resident_bytes()))
+        taken = max(0, _beside_others() - self._before)
+        return max(0, self._n_bytes - taken)
 
     def release(self, n_bytes: int) -> int:
         del n_bytes
@@ -227,6 +238,12 @@ def reserved(n_bytes: int, what: str) -> Iterator[None]:
     finally:
         del reservation
         release_memory()
+
+
+def _beside_others() -> int:
+    """Return the bytes of the process that neither limits nor users hold."""
+    holders: list[Limit | User] = [*_alive(_limits), *_alive(_users)]
+    return resident_bytes() - sum(holder.held_bytes for holder in holders)
 
 
 def _alive(references: set[weakref.ref[_T]]) -> list[_T]:

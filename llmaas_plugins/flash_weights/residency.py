@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
-from llama_cpp import llama_cpp
-
-from llmaas_hooks import FileWeights, MemoryClaim, NativeContext, UnmetBudgetError, forks
+from llmaas_hooks import MemoryClaim, NativeContext, UnmetBudgetError, forks
 from llmaas_plugins import process_memory
 from llmaas_plugins.flash_weights.memory import (
     MARGIN_BYTES,
@@ -19,7 +16,8 @@ from llmaas_plugins.flash_weights.memory import (
     require,
     shares,
 )
-from llmaas_plugins.flash_weights.savings import Seen, WeightSavings
+from llmaas_plugins.flash_weights.savings import WeightSavings
+from llmaas_plugins.flash_weights.streamed_model import StreamedModel, untouched_bytes
 from llmaas_plugins.machine import resident_bytes
 
 __all__ = ["Residency"]
@@ -29,67 +27,6 @@ _log = logging.getLogger("llmaas.flash_weights")
 _STEP = 2 << 20
 """Least change of a model's kept weights that is worth the reading."""
 _EVERY_S = 0.25
-
-
-@dataclass(slots=True)
-class _Model:
-    """Streamed model.
-
-    Attributes:
-        savings: Time that kept weights of all models save.
-        contexts: Contexts of the model, by address.
-        growth: Bytes of compute buffers that each context without a batch so far will touch.
-        beside: Other bytes that such a context will take at its first batch.
-        kept: Bytes of weights that the model may keep.
-        is_late: Whether the model still keeps more, because it was computing.
-        seen: Figures when the model was last looked at. They are not refreshed while it computes,
-            because that would wait.
-        untouched: Bytes of compute buffers that contexts have not touched yet, when last looked at.
-        n_batches: Number of batches so far.
-        n_tokens: Number of tokens in these batches.
-    """
-
-    savings: WeightSavings
-    contexts: dict[int, NativeContext] = field(default_factory=dict)
-    growth: dict[int, int] = field(default_factory=dict)
-    beside: dict[int, int] = field(default_factory=dict)
-    kept: int = 0
-    is_late: bool = False
-    seen: dict[str, int] = field(default_factory=dict)
-    untouched: int = 0
-    n_batches: int = 0
-    n_tokens: int = 0
-    _told: Seen = field(default_factory=Seen)
-
-    @property
-    def weights(self) -> FileWeights:
-        """Streamed weights of the model, which all its contexts share."""
-        return next(iter(self.contexts.values())).file_weights()
-
-    @property
-    def held(self) -> int:
-        """Bytes that the weights take in memory, as last seen."""
-        return sum(self.seen[name] for name in ("kept_bytes", "arena_bytes", "passing_bytes"))
-
-    def look(self) -> None:
-        """Refresh the figures of the weights, and the untouched bytes of the contexts."""
-        with contextlib.suppress(ReferenceError):  # the garbage collector freed a context meanwhile
-            self.seen = self.weights.stats()
-            seen = Seen(self.seen["stalled_ns"], self.n_batches)
-            self.savings.saw(self._told, seen, self.seen["bytes"], self.seen["kept_bytes"])
-            self._told = seen
-            self.untouched = sum(
-                _untouched_bytes(context)
-                for ctx, context in list(self.contexts.items())
-                if ctx not in self.growth
-            )
-
-    def needs(self, arena: int) -> Needs:
-        """Return the model's memory needs with an arena of this size."""
-        growth = self.untouched + sum(self.growth.values())
-        passing = max(arena, self.seen["arena_bytes"]) + self.seen["passing_bytes"]
-        passing += sum(self.beside.values())
-        return Needs(self.seen["bytes"], self.seen["least_bytes"], passing, growth)
 
 
 class Residency:
@@ -109,7 +46,7 @@ class Residency:
         self.lock = forks.lock()
         self._budget = budget
         self._arena = arena
-        self._models: dict[int, _Model] = {}
+        self._models: dict[int, StreamedModel] = {}
         self._savings = WeightSavings()
         self._is_crowded = False
         self._looked_at = 0.0
@@ -157,7 +94,7 @@ class Residency:
             UnmetBudgetError: The budget cannot be met.
         """
         with self.lock:
-            model = self._models.setdefault(context.model, _Model(self._savings))
+            model = self._models.setdefault(context.model, StreamedModel(self._savings))
             model.contexts[context.ctx] = context
             model.growth[context.ctx], model.beside[context.ctx] = growth, beside
             model.weights.set_memory(model.kept, self._arena)
@@ -168,7 +105,7 @@ class Residency:
         """Count the compute buffers that a context of a model in memory will touch."""
         with self.lock:
             self._unstreamed[context.ctx] = context
-            self._untouched[context.ctx] = _untouched_bytes(context)
+            self._untouched[context.ctx] = untouched_bytes(context)
         self.relieve()
 
     def remove(self, ctx: int) -> None:
@@ -226,7 +163,7 @@ class Residency:
                 model.look()
         if (context := self._unstreamed.get(ctx)) is not None:
             with contextlib.suppress(ReferenceError):
-                self._untouched[ctx] = _untouched_bytes(context)
+                self._untouched[ctx] = untouched_bytes(context)
 
     def needed(self) -> int:
         """Return the least bytes that the current models need."""
@@ -234,10 +171,14 @@ class Residency:
 
     def others(self) -> int:
         """Return the bytes of the process beside streamed weights, with those that are promised."""
-        held = sum(model.held for model in list(self._models.values()))
-        return resident_bytes() - held + process_memory.promised()
+        return resident_bytes() - self.held_bytes + process_memory.promised()
 
     # -- memory of other plugins ----------------------------------------------------------------
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of streamed weights, as last seen; without the lock, which another may hold."""
+        return sum(model.held for model in list(self._models.values()))
 
     def room(self) -> int | None:
         """Return the bytes that others may take before the budget is exceeded; None if it is unset.
@@ -349,7 +290,7 @@ class Residency:
         set_ones = [n for n in (budget, process_memory.budget()) if n is not None]
         return int(min(set_ones)) if set_ones else process_memory.obtainable_bytes()
 
-    def _needs(self, models: list[_Model]) -> list[Needs]:
+    def _needs(self, models: list[StreamedModel]) -> list[Needs]:
         return [model.needs(self._arena) for model in models]
 
     def look(self) -> None:
@@ -357,7 +298,7 @@ class Residency:
         for model in list(self._models.values()):
             model.look()
 
-    def _apply(self, model: _Model, kept: int, *, waits: bool) -> None:
+    def _apply(self, model: StreamedModel, kept: int, *, waits: bool) -> None:
         model.kept = kept
         with contextlib.suppress(ReferenceError):
             model.is_late = not model.weights.set_memory(kept, self._arena, waits=waits)
@@ -379,21 +320,7 @@ class Residency:
             self._is_crowded = False
 
 
-def _untouched_bytes(context: NativeContext) -> int:
-    """Return the bytes that a context may touch without asking: its buffers and the app's cells.
-
-    Whoever added cells to those of the app asks for their memory before using it.
-    """
-    cells, n_bytes = context.cells(), context.untouched_bytes()
-    if not cells.n:
-        return n_bytes
-    n_added = max(0, cells.n - int(llama_cpp.llama_n_ctx(context.ctx)))  # which hides added cells
-    added_bytes = n_added * (cells.n_bytes // cells.n)
-    n_touched = max(0, cells.touched_bytes - (cells.n_bytes - added_bytes))
-    return max(0, n_bytes - max(0, added_bytes - n_touched))
-
-
-def _change(pair: tuple[_Model, int]) -> int:
+def _change(pair: tuple[StreamedModel, int]) -> int:
     """Return the change of a model's memory. Sorted by it, releases come before allocations."""
     model, kept = pair
     return kept - model.kept

@@ -110,6 +110,8 @@ class SharedMemory(forks.Forked):
 
     # -- limit of the process -------------------------------------------------------------------
 
+    held_bytes = 0
+
     def room(self) -> int | None:
         """Return the bytes that others may take; None if a keeper of weights tells it instead."""
         if process_memory.has_other_limits(self):

@@ -285,7 +285,7 @@ class ChunkStore(forks.Forked):
         with self._residency.lock:
             points = self._reuse.points(most)
         process = self.space.process
-        held, least = process.held_bytes, min(process.least_bytes, most)
+        held, least = process.allowed_bytes, min(process.least_bytes, most)
         taken = max(0, ram.resident_bytes - buffers)
         parked = max(0, ram.lent - self.space.withheld_bytes)
         why = "contexts that are used again are neither read nor computed"

@@ -49,6 +49,12 @@ class ProcessShare:
         return self._residency.ram.usable_bytes
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that the tier holds, with those that it lent to parked cells."""
+        ram = self._residency.ram
+        return ram.resident_bytes + max(0, ram.lent - self.withheld_bytes)
+
+    @property
     def releasable_bytes(self) -> int:
         """Bytes that can be given back: those of chunks."""
         return max(0, self.usable_bytes - self.buffer_bytes)
@@ -86,7 +92,7 @@ class ProcessShare:
         The chunks of contexts in use stay, because nothing could be saved without room.
         """
         self._allowed = max(n_bytes, self.least_bytes)
-        excess = self._taken_bytes - self._allowed
+        excess = self._owned_bytes - self._allowed
         if excess > 0:
             self.release(excess)
 
@@ -97,12 +103,12 @@ class ProcessShare:
             return self._residency.working_bytes() + _LEAST
 
     @property
-    def held_bytes(self) -> int:
+    def allowed_bytes(self) -> int:
         """Bytes that chunks may take without asking again whether they may."""
-        return self._taken_bytes if self._allowed is None else self._allowed
+        return self._owned_bytes if self._allowed is None else self._allowed
 
     @property
-    def _taken_bytes(self) -> int:
+    def _owned_bytes(self) -> int:
         """Bytes of chunks and parked cells."""
         mine = self._residency.ram.capacity - self.withheld_bytes
         return max(0, mine - self.buffer_bytes)
@@ -111,7 +117,7 @@ class ProcessShare:
         """Return the withheld bytes that chunks are allowed to take."""
         if self._allowed is None:
             return self.withheld_bytes
-        return max(0, min(self.withheld_bytes, self._allowed - self._taken_bytes))
+        return max(0, min(self.withheld_bytes, self._allowed - self._owned_bytes))
 
     def release(self, n_bytes: int) -> int:
         """Give memory back to the process; return how much.

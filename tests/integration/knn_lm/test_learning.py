@@ -83,6 +83,8 @@ def test_what_waits_is_learned_and_then_mixed(tmp_path, reference_model):
 class Short:
     """Limit of the process that leaves little room until it is lifted."""
 
+    held_bytes = 0
+
     def __init__(self):
         self.left = 1 << 20
 

@@ -193,9 +193,9 @@ def test_an_allowance_limits_the_tier_and_takes_back_what_is_more(limit, monkeyp
     put(store, GEOM, A)
     put(store, GEOM, B)
     share = store.space.process
-    assert share.releasable_bytes == share.held_bytes > 4 * PAGE
+    assert share.releasable_bytes == share.allowed_bytes > 4 * PAGE
     share.allow(4 * PAGE)
-    assert share.releasable_bytes == share.held_bytes == store.space.capacity == 4 * PAGE
+    assert share.releasable_bytes == share.allowed_bytes == store.space.capacity == 4 * PAGE
     put(store, GEOM, A)
     put(store, GEOM, B)
     assert len(keys(store)) == 4
@@ -213,7 +213,7 @@ def test_an_allowance_leaves_what_runs_and_room_for_more(limit):
     put(store, GEOM, A)
     store.lock_working_set("engine", [store.tree.get(one.key) for one in A])
     store.space.process.allow(0)
-    assert store.space.process.held_bytes == 3 * PAGE + (8 << 20)
+    assert store.space.process.allowed_bytes == 3 * PAGE + (8 << 20)
     assert store.claims()[0].least == RAM  # all that it has
     assert len(keys(store)) == 3
 

@@ -10,25 +10,37 @@ from llmaas_plugins import process_memory
 MIB = 1 << 20
 
 
-class Process:
-    """A limit of 100 MiB for a process of 40 MiB, beside contexts that can be given back."""
+class Limit:
+    """A limit of 100 MiB for a process."""
 
-    def __init__(self, contexts):
-        self.contexts = contexts * MIB
-        self.fixed = 40 * MIB
+    held_bytes = 0
 
-    def resident_bytes(self):
-        return self.fixed + self.contexts
+    def __init__(self, process):
+        self.process = process
 
     def room(self):
-        return 100 * MIB - self.resident_bytes() - process_memory.promised()
+        return 100 * MIB - self.process.resident_bytes() - process_memory.promised()
 
     def grant(self, n_bytes):
         return max(0, min(n_bytes, self.room()))
 
+
+class Process:
+    """A process of 40 MiB beside contexts that can be given back."""
+
+    def __init__(self, contexts):
+        self.contexts = contexts * MIB
+        self.fixed = 40 * MIB
+        self.limit = Limit(self)
+
+    def resident_bytes(self):
+        return self.fixed + self.contexts
+
     @property
-    def releasable_bytes(self):
+    def held_bytes(self):
         return self.contexts
+
+    releasable_bytes = held_bytes
 
     promised_bytes = 0
 
@@ -45,7 +57,7 @@ def process(monkeypatch):
         monkeypatch.setattr(process_memory, "_limits", set())
         monkeypatch.setattr(process_memory, "_users", set())
         monkeypatch.setattr(process_memory, "resident_bytes", made.resident_bytes)
-        process_memory.add_limit(made)
+        process_memory.add_limit(made.limit)
         process_memory.add_user(made)
         return made
 
@@ -63,6 +75,19 @@ def test_others_make_room_and_leave_it(process):
         made.fixed -= 20 * MIB
     assert process_memory.promised() == 0
     assert process_memory.room() == 30 * MIB
+
+
+def test_contexts_that_grow_meanwhile_take_nothing_of_what_is_reserved(process):
+    made = process(10)
+    with process_memory.reserved(30 * MIB, "learning"):
+        for _ in range(3):
+            made.contexts += process_memory.grant(100 * MIB)
+        assert made.contexts == 30 * MIB
+        made.fixed += 20 * MIB  # the work takes a part of it
+        assert process_memory.promised() == 10 * MIB
+        made.release(30 * MIB)  # contexts that leave give the work nothing to take again
+        assert process_memory.promised() == 10 * MIB
+    assert process_memory.room() == 40 * MIB
 
 
 def test_what_does_not_fit_is_refused_and_reserves_nothing(process):
