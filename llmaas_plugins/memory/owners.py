@@ -8,7 +8,7 @@ from typing import Any
 from llmaas_hooks import MemoryClaim
 from llmaas_plugins import process_memory
 from llmaas_plugins.machine import mapped_bytes, resident_bytes
-from llmaas_plugins.memory.division import values
+from llmaas_plugins.memory.division import Values, values
 
 __all__ = ["owner_lines", "owners"]
 
@@ -64,22 +64,27 @@ def owner_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _of_claim(claim: MemoryClaim) -> dict[str, Any]:
+    is_movable = claim.resize is not None
+    is_known = is_movable and any(seconds for _, seconds in claim.saved)
+    worth = values(claim) if is_known else None
     return {
         "owner": claim.owner,
         "bytes": claim.held if claim.taken is None else claim.taken,
         "may_use_bytes": claim.held,
         "most_bytes": claim.most,
-        "kind": "reserved" if claim.resize is None else "movable",
-        "why": claim.why or "needed" if claim.resize is None else _worth(claim),
+        "kind": "movable" if is_movable else "reserved",
+        "why": _worth(claim.why, worth) if is_movable else claim.why or "needed",
+        "saved_s_by_last_mib": None if worth is None else worth.last,
+        "saved_s_by_next_mib": None if worth is None else worth.next,
     }
 
 
-def _worth(claim: MemoryClaim) -> str:
+def _worth(reason: str, worth: Values | None) -> str:
     """Return what memory that can move saves, as a text."""
-    why = f"{claim.why}; " if claim.why else ""
-    if not any(seconds for _, seconds in claim.saved):
+    why = f"{reason}; " if reason else ""
+    if worth is None:
         return f"{why}nothing is known yet of the time that this saves"
-    last, more = (1000 * worth for worth in values(claim))
+    last, more = (1000 * seconds for seconds in worth)
     return f"{why}the last MiB saves {last:.3g} ms a second, one more would save {more:.3g}"
 
 
@@ -92,6 +97,8 @@ def _rest(owner: str, n_bytes: int, why: str) -> dict[str, Any]:
         "most_bytes": None,
         "kind": "rest",
         "why": why,
+        "saved_s_by_last_mib": None,
+        "saved_s_by_next_mib": None,
     }
 
 

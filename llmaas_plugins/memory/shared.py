@@ -30,7 +30,7 @@ from llmaas_hooks import (
 from llmaas_plugins import process_memory
 from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.machine import resident_bytes
-from llmaas_plugins.memory.division import divide, saved_s, values
+from llmaas_plugins.memory.division import divide, saved_s
 from llmaas_plugins.model.cell_sizes import all_cell_bytes, n_ctx_of
 from llmaas_plugins.sizes import memory_bytes
 
@@ -151,12 +151,11 @@ class SharedMemory(forks.Forked):
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
-        """Report who has which memory, what it is worth, and the last moves."""
+        """Report the budget and the last moves; ``memory.owners`` reports who has which memory."""
         return {
             "budget": self._budget,
             "in_force": self._in_force,
             "resident_bytes": resident_bytes(),
-            "claims": [_described(claim) for claim in self._movable()],
             "moves": self._n_moves,
             "last_moves": list(self._moves),
         }
@@ -314,14 +313,3 @@ def _watch(reference: weakref.ref[SharedMemory], ended: threading.Event) -> None
             return
         one.look()
         del one
-
-
-def _described(claim: MemoryClaim) -> dict[str, Any]:
-    worth = values(claim)
-    return {
-        "owner": claim.owner,
-        "bytes": claim.held,
-        "most_bytes": claim.most,
-        "saved_s_by_last_mib": worth.last,
-        "saved_s_by_next_mib": worth.next,
-    }

@@ -46,11 +46,15 @@ def test_the_sum_is_the_memory_of_the_process():
     assert found["weights"]["why"] == (
         "why; the last MiB saves 1 ms a second, one more would save 1"
     )
+    worth = [found["weights"][f"saved_s_by_{which}_mib"] for which in ("last", "next")]
+    assert worth == pytest.approx([0.001, 0.001])
+    assert found["buffers"]["saved_s_by_last_mib"] is None
 
 
 def test_of_what_nothing_is_known():
     (one, *_) = owners([moves("contexts", 190, points=((0, 0.0),))])["owners"]
     assert one["why"] == "why; nothing is known yet of the time that this saves"
+    assert one["saved_s_by_next_mib"] is None
 
 
 def test_claims_of_more_than_there_is_leave_no_rest():

@@ -103,7 +103,6 @@ def test_memory_moves_to_whom_it_saves_most(process, memory):
     report = memory.llmaas_status()
     assert report["moves"] == 1
     assert report["last_moves"][0]["bytes"]["contexts"] == [50 * MIB, 120 * MIB]
-    assert [one["bytes"] >> 20 for one in report["claims"]] == [80, 120]
 
 
 def test_small_gains_and_a_second_move_at_once_are_not_worth_it(process, memory):
