@@ -29,7 +29,8 @@ from llmaas_hooks import (
 from llmaas_plugins.elastic.adapters import read_adapters
 from llmaas_plugins.elastic.config import ElasticConfig
 from llmaas_plugins.elastic.contexts import Course, ElasticContext, ElasticModel
-from llmaas_plugins.elastic.drafting import LevelDrafter, LevelDrafts
+from llmaas_plugins.elastic.drafting import LevelDrafter
+from llmaas_plugins.elastic.level_drafts import LevelDrafts
 from llmaas_plugins.elastic.level_identity import levels_id, levels_key
 from llmaas_plugins.elastic.level_times import ModelTimes, level_times
 from llmaas_plugins.elastic.metadata import Elastic, read_elastic
@@ -274,12 +275,14 @@ class ElasticModels:
 
     @hookimpl
     def llmaas_memory(self) -> list[MemoryClaim]:
-        """Tell what the adapters of the open models take."""
+        """Tell what the adapters of the open models take, and what levels that draft save."""
         with self._lock:
             models = {id(one.model): one.model for one in self._contexts.values()}.values()
             n_bytes = sum(one.adapters.n_bytes for one in models if one.is_adapted and one.adapters)
+            drafts = list(self._drafts.values())
         why = "they bring narrow levels nearer to the whole model"
-        return [MemoryClaim.reserved("adapters", n_bytes, why)] if n_bytes else []
+        adapters = [MemoryClaim.reserved("adapters", n_bytes, why)] if n_bytes else []
+        return adapters + [claim for one in drafts if (claim := one.claim()) is not None]
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:

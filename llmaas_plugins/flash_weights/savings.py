@@ -61,6 +61,9 @@ class WeightSavings:
     ) -> list[MemoryClaim]:
         """Return the claims of kept weights beyond the least, and of what all weights need.
 
+        Weights of a level that memory keeps first are left to the claim of the plugin that chose
+        the level.
+
         Args:
             models: Figures of each streamed model.
             resize: Function that sets the bytes that may be kept.
@@ -71,11 +74,12 @@ class WeightSavings:
         def total(name: str) -> int:
             return sum(seen[name] for seen in models)
 
-        held = sum(max(0, seen["kept_bytes"] - seen["least_bytes"]) for seen in models)
-        most = total("bytes") - total("least_bytes")
+        kept = total("kept_bytes") - total("level_kept_bytes")
+        held = max(0, kept - total("least_bytes"))
+        most = max(0, total("bytes") - total("least_bytes") - total("level_bytes"))
         points = ((0, 0.0), (most, most * self.saved_s(total("bytes"))))
         why = "each pass through the weights need not wait for them"
-        needed = total("arena_bytes") + total("passing_bytes") + total("kept_bytes") - held
+        needed = total("arena_bytes") + total("passing_bytes") + kept - held
         return [
             MemoryClaim("weights kept in memory", held, most, points, resize, why=why),
             MemoryClaim.reserved(

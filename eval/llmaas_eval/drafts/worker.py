@@ -18,7 +18,8 @@ from llmaas_eval.drafts.traces import Trace
 from llmaas_eval.switching.groups import MemoryGroup
 from llmaas_hooks import Guess, LogitsView, hookimpl
 from llmaas_plugins.elastic.contexts import ElasticContext
-from llmaas_plugins.elastic.drafting import LevelDrafter, LevelDrafts
+from llmaas_plugins.elastic.drafting import LevelDrafter
+from llmaas_plugins.elastic.level_drafts import LevelDrafts
 from llmaas_plugins.machine import peak_bytes
 
 __all__ = ["App", "Setup"]

@@ -88,7 +88,11 @@ def test_the_text_is_the_same_in_fewer_passes(model, alone):
         found = drafts(suite)
         assert found["accepted"] > 5
         assert N - found["accepted"] - MOST <= passes.n <= N - found["accepted"]
-        assert streamer.stats["level_kept_bytes"] == streamer.stats["level_bytes"] <= KEPT
+        n_bytes = streamer.stats["level_bytes"]
+        assert streamer.stats["level_kept_bytes"] == n_bytes <= KEPT
+        owners = {one["owner"]: one for one in suite.status()["memory"]["owners"]}
+        level = owners["level that drafts"]
+        assert (level["bytes"], level["kind"]) == (n_bytes, "movable")
         assert streamer.stats["kept_bytes"] < streamer.stats["bytes"]
         assert suite.status()["errors"] == {}
 

@@ -41,3 +41,18 @@ def test_two_models_share_the_passes_by_their_size(savings):
     savings.saw(Seen(0, 0), Seen(0, 0), 300 * MIB, 0)
     each = 1.0 / (10 * 100 * MIB)
     assert savings.saved_s(400 * MIB) == pytest.approx(each * 10 * 100 / 400 / TIME_S)
+
+
+def test_a_level_that_is_kept_first_is_no_part_of_the_claim(savings):
+    seen = {
+        "bytes": 400 * MIB,
+        "kept_bytes": 150 * MIB,
+        "least_bytes": 10 * MIB,
+        "level_bytes": 80 * MIB,
+        "level_kept_bytes": 60 * MIB,
+        "arena_bytes": 5 * MIB,
+        "passing_bytes": 0,
+    }
+    weights, needed = savings.claims([seen], print)
+    assert (weights.held, weights.most) == (80 * MIB, 310 * MIB)
+    assert needed.held == 15 * MIB  # all together 95, beside the 60 of the level
