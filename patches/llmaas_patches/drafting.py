@@ -7,9 +7,11 @@ text is distributed as without drafts.
 
 from __future__ import annotations
 
+import math
+import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,8 +66,12 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
 
     def offer(self, drafters: Mapping[str, Drafter]) -> None:
         """Add drafters, by plugin."""
-        self._drafters.update(drafters)
-        self._most = max((one.most for one in self._drafters.values()), default=0)
+        for plugin, drafter in drafters.items():
+            try:
+                self._most = max(self._most, operator.index(drafter.most))
+                self._drafters[plugin] = drafter
+            except Exception as error:
+                self._failed(plugin, error)
 
     def attach(self) -> None:
         """Make this the engine's draft model, unless there is none to ask or another one."""
@@ -94,14 +100,13 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
             return _NO_TOKENS
         found = self._proposals(input_ids.astype(np.int32, copy=False))
         plugin, best = max(found.items(), key=lambda one: one[1].gain, default=("", None))
-        if best is None or best.gain <= 1:
+        if best is None:
             return _NO_TOKENS
         try:
-            tokens = best.make()
+            return self._checked(best.make()[:room])
         except Exception as error:
             self._failed(plugin, error)
             return _NO_TOKENS
-        return np.array(tokens[:room], dtype=np.intc)
 
     def guess(self, level: int, most: int, pick: Pick) -> list[int]:
         """Return tokens that the engine says at a level (``llmaas_hooks.Guess``)."""
@@ -128,11 +133,21 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         for plugin, drafter in list(self._drafters.items()):
             try:
                 proposal = drafter.propose(tokens, seconds)
+                if proposal is not None and _number(proposal.gain) > 1:
+                    found[plugin] = proposal
             except Exception as error:
                 self._failed(plugin, error)
-                continue
-            if proposal is not None:
-                found[plugin] = proposal
+        return found
+
+    def _checked(self, tokens: Sequence[int]) -> NDArray[np.intc]:
+        """Return a draft's tokens.
+
+        Raises:
+            ValueError: They are no tokens of the model.
+        """
+        found, n_vocab = np.array(tokens, dtype=np.intc), self._engine.llama.n_vocab()
+        if found.ndim != 1 or np.any((found < 0) | (found >= n_vocab)):
+            raise ValueError(f"the draft is {tokens!r}; expected tokens below {n_vocab}")
         return found
 
     def _failed(self, plugin: str, error: Exception) -> None:
@@ -173,6 +188,12 @@ def drafting_of(host: Host, engine: LlamaEngine, request: Request) -> Drafting |
     drafting = Drafting(host, engine, host.batch_times.setdefault(engine, BatchTimes()))
     drafting.offer(host.hooks.draft(request, drafting.guess))
     return drafting
+
+
+def _number(gain: float) -> float:
+    if math.isnan(gain):
+        raise ValueError("the gain of a draft is nan; expected a number")
+    return gain
 
 
 def _may_propose(llama: Llama, most: int) -> Callable[[int], bool]:

@@ -82,6 +82,8 @@ class Host(forks.Forked):
         if in_child and not _is_inside(sys._getframe(1)):
             for tracker in list(self.trackers.values()):
                 tracker.forget_calls()
+            if self.native is not None:
+                self.native.forget_calls()
 
     def engine(self, llama: Llama) -> LlamaEngine:
         """Return the engine of ``llama``; create it if there is none or the context changed."""

@@ -141,6 +141,43 @@ def test_a_drafter_that_fails_is_asked_no_more(make, patched, said, caplog):
     ]
 
 
+class Odd(Knowing):
+    """A drafter of which one thing is wrong."""
+
+    def __init__(self, said, gain=5.0, most=3, drafted=None):
+        super().__init__(said, gain, most)
+        self.drafted = drafted
+
+    def make(self, n):
+        return super().make(n) if self.drafted is None else self.drafted
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gain": None},
+        {"gain": float("nan")},
+        {"gain": "5"},
+        {"most": None},
+        {"most": 2.5},
+        {"drafted": [1 << 30]},
+        {"drafted": [1 << 40]},
+        {"drafted": [-1]},
+        {"drafted": [1.5, "x"]},
+        {"drafted": [[1, 2]]},
+        {"drafted": 7},
+    ],
+    ids=str,
+)
+def test_a_drafter_that_answers_nonsense_is_asked_no_more(make, patched, said, caplog, wrong):
+    good = Knowing(said)
+    patched(on_error="log", bad=Offering(Odd(said, **wrong)), good=Offering(good))
+    assert say(make(**ONE_BY_ONE)) == said
+    assert good.made > 3
+    (record,) = caplog.records
+    assert record.getMessage().startswith("plugin 'bad' failed in llmaas_draft: ")
+
+
 def test_the_app_gets_the_error_if_it_wants_errors(make, patched, said):
     patched(bad=Offering(Failing(said)))
     llama = make(**ONE_BY_ONE)

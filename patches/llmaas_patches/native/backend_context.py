@@ -50,6 +50,7 @@ class BackendContext:
         self._engine: Any | None = engine
         self._taps: set[Tap] = set()
         self._holds_level = False
+        self._observed_level: int | None = None  # outside of an ``unobserved`` block
         self._lock = forks.lock()
 
     @property
@@ -105,16 +106,21 @@ class BackendContext:
         """Compute batches in the block at a level, and hide them from taps."""
         with self._lock:
             lib, engine = self._library.lib, self._open()
-            former = lib.llmaas_engine_level(engine)
+            self._observed_level = lib.llmaas_engine_level(engine)
             lib.llmaas_engine_set_unobserved(engine, True)
             lib.llmaas_engine_set_level(engine, level)
         try:
             yield
         finally:
-            with self._lock:
-                if self._engine is not None:  # otherwise the level is that of the suite's end
-                    lib.llmaas_engine_set_level(engine, former)
-                    lib.llmaas_engine_set_unobserved(engine, False)
+            self.observe()
+
+    def observe(self) -> None:
+        """End an ``unobserved`` block, which may be that of a thread that a forked child lacks."""
+        with self._lock:
+            former, self._observed_level = self._observed_level, None
+            if former is not None and self._engine is not None:  # else it has the end's level
+                self._library.lib.llmaas_engine_set_level(self._engine, former)
+                self._library.lib.llmaas_engine_set_unobserved(self._engine, False)
 
     @contextlib.contextmanager
     def whole_batch(self) -> Iterator[None]:

@@ -270,6 +270,11 @@ class NativeHost:
             raise ReferenceError("the context was freed or the suite was deactivated")
         return context.unobserved(level)
 
+    def forget_calls(self) -> None:
+        """End other threads' ``unobserved`` blocks in a child, which lacks these threads."""
+        for context in list(self._contexts.values()):
+            context.observe()
+
     def is_sparse(self, ctx: int) -> bool:
         """Return whether a context computes batches of one token sparsely."""
         context = self._contexts.get(ctx)

@@ -227,7 +227,7 @@ def test_less_memory_ends_drafts_within_the_answer(model, alone):
 def test_a_failing_drafter_leaves_the_engine_as_it_was(model, alone, monkeypatch, on_error):
     seen, propose = Observer(), LevelDrafter._make
 
-    def failing(self, n_before):
+    def failing(self, level, n_before):
         guess = self._guess
 
         def broken(level, most, pick):
@@ -240,7 +240,7 @@ def test_a_failing_drafter_leaves_the_engine_as_it_was(model, alone, monkeypatch
 
         self._guess = broken
         try:
-            return propose(self, n_before)
+            return propose(self, level, n_before)
         finally:
             self._guess = guess
 
