@@ -20,6 +20,7 @@ from llmaas_plugins.cli.models import trained_context
 from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.record import Done, folder_of, key_of
 from llmaas_plugins.files.json_text import parse_json
+from llmaas_plugins.machine import usable_processors
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.short_prompts.encoder.body import PACKAGE
@@ -54,7 +55,8 @@ N_REQUESTS = 256
 _LENGTHS = (32, 64, 128, 256, 512)
 _RECOVERED = 4e13
 """Parameters of a model times tokens to learn from: two hours for all levels on two cores."""
-_RECOVERED_S = 1.8e-10
+_RECOVERED_S = 3.6e-10
+"""Seconds of one processor for each parameter and token."""
 _TOKENS = 1 << 13, 1 << 18
 """Fewest and most tokens that adapters learn from."""
 _GGUF = ".gguf"
@@ -254,8 +256,9 @@ def _recover(job: Job) -> Step:
 
 
 def recovering_s(job: Job) -> float:
-    """Return about how many seconds adapters take to learn on two cores."""
-    return _RECOVERED_S * _n_parameters(job.model, job.digest) * _recovered_tokens(job)
+    """Return about how many seconds adapters take to learn with this machine's processors."""
+    work_s = _RECOVERED_S * _n_parameters(job.model, job.digest) * _recovered_tokens(job)
+    return work_s / usable_processors()
 
 
 def _recovered_tokens(job: Job) -> int:

@@ -20,6 +20,8 @@ from llmaas_plugins.config import load_config
 from llmaas_plugins.reference_model import reference_model_path
 from llmaas_plugins.sizes import memory_bytes
 
+STEPS = "llmaas_plugins.cli.setup.steps"
+
 
 @pytest.fixture
 def settings(tmp_path):
@@ -87,7 +89,12 @@ def test_adapters_of_large_models_learn_from_fewer_tokens(tmp_path, monkeypatch,
     os.truncate(path, 4096 + n_rows * 256)  # without blocks on the disk
     (step,) = [one for one in improving_steps(Job(path, "d")) if one.name == "recover"]
     assert step.arguments[-3] == str(n_tokens)
-    assert recovering_s(Job(path, "d")) < 4 * 3600
+    found = {}
+    for n_processors in (2, 8):
+        monkeypatch.setattr(f"{STEPS}.usable_processors", lambda n=n_processors: n)
+        found[n_processors] = recovering_s(Job(path, "d"))
+    assert found[2] < 4 * 3600
+    assert found[8] == pytest.approx(found[2] / 4)
 
 
 @pytest.mark.parametrize("has_words", [True, False])
