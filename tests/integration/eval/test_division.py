@@ -32,6 +32,16 @@ def test_a_run_is_kept_and_shown(disk, tmp_path, capsys, monkeypatch):
     assert [row[1] for row in table.rows] == ["divided while running", "0 %"]
 
 
+def test_divisions_are_compared_with_the_best_and_the_even_one():
+    taken = {None: 10.0, 0.0: 30.0, 0.5: 14.0, 0.9: 9.0}
+    row = {"workload": "mixed", "peak_bytes": 1 << 20, "budget": 2 << 20, "status": {}}
+    rows = [row | {"share": share, "turn_s": [s / 2, s / 2]} for share, s in taken.items()]
+    table = TABLES["memory-division"]([{"rows": rows}])
+    assert [line[3:5] for line in table.rows] == [
+        ["1.11", "1.40"], ["3.33", "0.47"], ["1.56", "1.00"], ["1.00", "1.56"],
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workloads_use_contexts_that_exist(name):
     turns = WORKLOADS[name](np.random.default_rng(1), 5, 20)
