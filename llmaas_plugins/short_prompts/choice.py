@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +35,7 @@ class ScorerChoice:
         """
         self._name, self._natives = name, natives
         self._lock = forks.lock()
-        self._scorers: weakref.WeakKeyDictionary[Any, tuple[str, Scorer]]
-        self._scorers = weakref.WeakKeyDictionary()
+        self._scorers: weakref.WeakKeyDictionary[Any, Scorer] = weakref.WeakKeyDictionary()
         self._encoders: dict[Path, EncoderScorer] = {}
         self._digests: weakref.WeakKeyDictionary[ModelLoad, Digest] = weakref.WeakKeyDictionary()
 
@@ -72,42 +72,33 @@ class ScorerChoice:
     # -- inside ---------------------------------------------------------------------------------
 
     def _found(self, llama: Any) -> tuple[str, Scorer]:
-        with self._lock:
-            found = self._scorers.get(llama)
-        if found is not None:
-            return found
+        """Return the name of a scorer, and the scorer; an encoder may be trained at any time."""
         if self._name not in (None, _ENCODER):
-            return self._keep(llama, self._name)
-        digest, is_sure = self._digest(llama)
-        path = find_encoder(digest)
-        if path is None and self._name == _ENCODER:
+            return self._name, self._own(llama, self._name)
+        path = find_encoder(self._digest(llama))
+        if path is not None:
+            with self._lock:
+                if (encoder := self._encoders.get(path)) is None:
+                    encoder = self._encoders[path] = EncoderScorer(path)
+            return _ENCODER, encoder
+        if self._name == _ENCODER:
             raise ConfigError(
                 f"found no trained encoder in {DIRECTORY}; `llmaas prompts learn` trains one, "
                 "or set another `scorer`."
             )
-        if path is None and not is_sure:  # its own one may be there
-            return _WITHOUT, SCORERS[_WITHOUT](self._natives)
-        if path is None:
-            return self._keep(llama, _WITHOUT)
-        with self._lock:
-            if (encoder := self._encoders.get(path)) is None:
-                encoder = self._encoders[path] = EncoderScorer(path)
-            if is_sure:
-                self._scorers[llama] = _ENCODER, encoder
-        return _ENCODER, encoder
+        return _WITHOUT, self._own(llama, _WITHOUT)
 
-    def _keep(self, llama: Any, name: str) -> tuple[str, Scorer]:
+    def _own(self, llama: Any, name: str) -> Scorer:
+        """Return a model's own scorer, which measures its times."""
         with self._lock:
-            return self._scorers.setdefault(llama, (name, SCORERS[name](self._natives)))
+            if (found := self._scorers.get(llama)) is None:
+                found = self._scorers[llama] = SCORERS[name](self._natives)
+            return found
 
-    def _digest(self, llama: Any) -> tuple[str | None, bool]:
-        """Return a model's digest, and whether it stays so: at first it is being computed."""
+    def _digest(self, llama: Any) -> str | None:
+        """Return a model's digest; None as long as it is being computed, or if it is unknown."""
         native = self._natives.get(int(llama.ctx))
         digest = None if native is None or native.load is None else self._digests.get(native.load)
-        if digest is None:
-            return None, True
-        try:
-            found = digest.get(0.0)
-        except StoreError:
-            return None, True
-        return found, found is not None
+        with contextlib.suppress(StoreError):
+            return None if digest is None else digest.get(0.0)
+        return None

@@ -76,6 +76,10 @@ class ShortPrompts:
         """Return the name of the scorer for a ``Llama``'s prompts."""
         return self._scorers.name_for(llama)
 
+    def scorer_identity(self, llama: Any) -> str:
+        """Return a name of that scorer that is another one if an encoder was trained again."""
+        return self._scorers.identity_for(llama)
+
     @hookimpl
     def llmaas_native_context(self, context: NativeContext) -> None:
         """Keep a context's hook point: scorers set its level and read its attention."""

@@ -64,7 +64,7 @@ def shortener(args: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
 def shortened_prompts(
     args: argparse.Namespace, plugin: Any, prompts: Sequence[Tokens]
 ) -> tuple[str, list[list[Tokens]]]:
-    """Return the scorer's name, and what is read of each prompt, for each of the shares.
+    """Return the scorer's identity, and what is read of each prompt, for each of the shares.
 
     A prompt stays whole if no word may be left out, or if requests would not shorten it.
 
@@ -77,8 +77,8 @@ def shortened_prompts(
 
     found: list[list[Tokens]] = [[] for _ in args.shares]
     with contextlib.closing(Llama(str(args.model), n_ctx=_N_CTX, verbose=False)) as llama:
-        scorer: str = plugin.scorer_name(llama)
-        with progress_bar(f"choosing words ({scorer})", "prompt", len(prompts)) as bar:
+        name, scorer = plugin.scorer_name(llama), plugin.scorer_identity(llama)
+        with progress_bar(f"choosing words ({name})", "prompt", len(prompts)) as bar:
             for tokens in prompts:
                 read = [tokens] * len(args.shares)
                 if len(tokens) >= plugin.least_tokens:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from llmaas_plugins.short_prompts.scorers.seconds import MeasuredSeconds
 
 __all__ = ["EncoderScorer", "word_scores"]
 
+_Found = TypeVar("_Found")
+
 _RETAIN = 1
 """Row of the last layer that stands for keeping; the other one is 0."""
 _FIRST_SECONDS = 3e-4
@@ -29,7 +32,9 @@ _FIRST_SECONDS = 3e-4
 class EncoderScorer(forks.Forked):
     """Scorer that runs a trained encoder, which is loaded when the first prompt comes.
 
-    Any thread may use it; prompts are scored one after the other. A forked child uses its own copy.
+    An encoder that is trained again is loaded again. Any thread may use the scorer; prompts are
+    scored one after the other. A forked child uses its own copy, in a thread of its own: OpenMP
+    would make the thread that forked wait for helpers that only the parent has.
     """
 
     comes_first = True  # a prompt that is being scored may wait for the work of others
@@ -44,6 +49,7 @@ class EncoderScorer(forks.Forked):
         self._path, self._n_threads = path, n_threads
         self._lock = forks.lock()
         self._loaded: _Loaded | None = None
+        self._thread: ThreadPoolExecutor | None = None  # of a forked child
         self._is_closed = False
         self._seconds = MeasuredSeconds(_FIRST_SECONDS)
         forks.watch(self)
@@ -59,9 +65,10 @@ class EncoderScorer(forks.Forked):
             LlmaasError: The scorer is closed, or llama.cpp reports an error.
         """
         with self._lock:
-            loaded = self._load(self._n_threads or int(llama.n_threads_batch))
+            loaded = self._load()
+            n_threads = self._n_threads or int(llama.n_threads_batch)
             started = time.perf_counter()
-            found = loaded.scores(prompt.words)
+            found = self._run(lambda: loaded.scores(prompt.words, n_threads))
             self._seconds.add(len(prompt.tokens), time.perf_counter() - started)
         return found
 
@@ -80,7 +87,7 @@ class EncoderScorer(forks.Forked):
         with self._lock:
             self._is_closed = True
             if self._loaded is not None:
-                self._loaded.outputs.close()
+                self._run(self._loaded.outputs.close)
                 self._loaded = None
 
     def before_fork(self) -> None:
@@ -89,16 +96,26 @@ class EncoderScorer(forks.Forked):
 
     def after_fork(self, *, in_child: bool) -> None:
         """Go on, in the parent and in the child."""
-        del in_child
+        if in_child:
+            self._thread = ThreadPoolExecutor(1)
         self._lock.release()
 
-    def _load(self, n_threads: int) -> _Loaded:
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _load(self) -> _Loaded:
         if self._is_closed:
             raise LlmaasError(f"the encoder {self._path} is closed; activate the suite again.")
-        if self._loaded is None:
-            self._loaded = _Loaded(self._path, n_threads)
-        self._loaded.outputs.use_threads(n_threads)  # a forked child may only use one
+        former = self._loaded
+        if former is None or former.stamp != FileStamp.at(self._path):
+            self._loaded = _Loaded.read(self._path)
+            if former is not None:
+                self._run(former.outputs.close)
+        assert self._loaded is not None
         return self._loaded
+
+    def _run(self, work: Callable[[], _Found]) -> _Found:
+        """Do work where it may use OpenMP. Ctrl-C does not end what a child's thread has begun."""
+        return work() if self._thread is None else self._thread.submit(work).result()
 
 
 def word_scores(values: NDArray[np.float32], pieces: Pieces) -> NDArray[np.float32]:
@@ -119,16 +136,30 @@ def word_scores(values: NDArray[np.float32], pieces: Pieces) -> NDArray[np.float
 
 
 class _Loaded:
-    """Encoder in memory."""
+    """Encoder in memory.
 
-    def __init__(self, path: Path, n_threads: int) -> None:
+    Attributes:
+        outputs: The encoder as llama.cpp runs it.
+        stamp: State of the file before it was read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.stamp = FileStamp.at(path)
         file = EncoderFile.read(path)
         self._words = WordPieces(file.vocabulary)
         self._direction, self._offset = _difference(file.head)
         self._n_positions = file.n_positions
-        self.outputs = Outputs(path, file.n_positions, n_threads)
+        self.outputs = Outputs(path, file.n_positions, 1)
 
-    def scores(self, words: Sequence[str]) -> NDArray[np.float32]:
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Load an encoder; again if its file was replaced between our reading and llama.cpp's."""
+        while (found := cls(path)).stamp != FileStamp.at(path):
+            found.outputs.close()
+        return found
+
+    def scores(self, words: Sequence[str], n_threads: int) -> NDArray[np.float32]:
+        self.outputs.use_threads(n_threads)
         pieces = self._words.of(words)
         values = np.empty(len(pieces.ids), np.float32)
         ids = np.empty(self._n_positions, np.int32)

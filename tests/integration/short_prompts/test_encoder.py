@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ HEAD = Head(
     np.random.default_rng(7).standard_normal((2, N_EMBD)).astype(np.float32) / 4,
     np.array([0.5, -0.5], np.float32),
 )
+OTHER_HEAD = Head(-HEAD.weight, HEAD.bias)
 
 
 class Loads:
@@ -141,6 +143,57 @@ def test_a_forked_child_scores_with_one_thread(scorer):
         os._exit(0 if np.array_equal(found, expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
     np.testing.assert_array_equal(scorer.scores(prompt_of(WORDS), LLAMA), expected)
+
+
+def test_a_forked_child_scores_with_several_threads(scorer):
+    """The thread that forked cannot use OpenMP's helpers, which stayed in the parent."""
+    llama = SimpleNamespace(n_threads_batch=2)
+    expected = scorer.scores(prompt_of(WORDS), llama)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        found = [scorer.scores(prompt_of(WORDS), llama) for _ in range(2)]
+        scorer.close()
+        os._exit(0 if all(np.array_equal(one, expected) for one in found) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    np.testing.assert_array_equal(scorer.scores(prompt_of(WORDS), llama), expected)
+
+
+def test_an_encoder_that_was_trained_again_is_loaded_again(body, tmp_path):
+    path = tmp_path / "encoder.gguf"
+    EncoderFile.write(path, body, {}, HEAD)
+    scorer = EncoderScorer(path)
+    before, identity = scorer.scores(prompt_of(WORDS), LLAMA), scorer.identity
+    np.testing.assert_array_equal(scorer.scores(prompt_of(WORDS), LLAMA), before)
+    EncoderFile.write(path, body, {}, OTHER_HEAD)
+    found = scorer.scores(prompt_of(WORDS), LLAMA)
+    scorer.close()
+    assert scorer.identity != identity
+    again = EncoderScorer(path)
+    np.testing.assert_array_equal(again.scores(prompt_of(WORDS), LLAMA), found)
+    again.close()
+    assert np.abs(found - before).max() > 0.01
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(body, tmp_path, monkeypatch):
+    """Otherwise the last layer would be one file's, and the layers before it another's."""
+    path, read = tmp_path / "encoder.gguf", EncoderFile.read
+    EncoderFile.write(path, body, {}, HEAD)
+    heads = [OTHER_HEAD]
+
+    def read_and_replace(path):
+        found = read(path)
+        if heads:
+            EncoderFile.write(path, body, {}, heads.pop())
+        return found
+
+    monkeypatch.setattr(EncoderFile, "read", read_and_replace)
+    scorer, other = EncoderScorer(path), EncoderScorer(path)
+    found = scorer.scores(prompt_of(WORDS), LLAMA)
+    np.testing.assert_array_equal(other.scores(prompt_of(WORDS), LLAMA), found)
+    scorer.close()
+    other.close()
 
 
 def test_a_closed_scorer_says_so(path):
