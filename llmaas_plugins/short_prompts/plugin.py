@@ -141,7 +141,10 @@ class ShortPrompts:
     # -- inside ---------------------------------------------------------------------------------
 
     def _may_shorten(self, request: Request) -> bool:
-        return _NAME not in request.declined and len(request.tokens) >= self._config.least_tokens
+        is_short = len(request.tokens) < self._config.least_tokens
+        if is_short or _NAME in request.declined:
+            return False
+        return not vocabulary_of(request.engine.llama).fills_gap(request.tokens)
 
     def _prompt(self, request: Request) -> Prompt:
         """Return a request's words; both hooks of a request need them."""

@@ -20,6 +20,12 @@ _BYTES = 64
 _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
 _LISTED = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 _UNKNOWN = llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN | llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
+_FIM_MARKS = (
+    llama_cpp.llama_vocab_fim_pre,
+    llama_cpp.llama_vocab_fim_suf,
+    llama_cpp.llama_vocab_fim_mid,
+)
+"""Functions that return the tokens before the text that precedes a gap, that follows it, and it."""
 _LIKE_A_MARK = re.compile(rb"<[|\xef][^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\]")
 """Marks of chat templates that some files list among the words, ``<|user|>`` for one."""
 _UNSPACED = re.compile(
@@ -96,6 +102,11 @@ class Vocabulary:
         self._marks: dict[int, str] = {}
         self._facts, self._lengths = np.zeros((2, self.n_tokens), np.int32)
         self._is_known = np.zeros(self.n_tokens, np.bool_)
+        self._fim = {int(mark(vocab)) for mark in _FIM_MARKS} - {llama_cpp.LLAMA_TOKEN_NULL}
+
+    def fills_gap(self, tokens: Tokens) -> bool:
+        """Return whether a prompt asks for the text between two others (fill in the middle)."""
+        return bool(self._fim) and bool(np.isin(tokens, list(self._fim)).any())
 
     def facts(self, tokens: Tokens) -> NDArray[np.int32]:
         """Return the facts about each token, shape ``(n,)``.

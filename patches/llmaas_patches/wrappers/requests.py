@@ -20,6 +20,7 @@ from llama_cpp import Llama
 
 from llmaas_hooks import (
     KVRestored,
+    Levels,
     PluginError,
     Request,
     RequestScope,
@@ -117,6 +118,7 @@ def wrap_create_completion(host: Host, original: Callable[..., Any]) -> Callable
     """Wrap ``Llama._create_completion``: streams belong to the blocks in which they were made.
 
     A call with ``echo`` and ``logprobs`` needs every token's logits, so all tokens are evaluated.
+    One with a ``suffix`` fills a gap, whose surroundings no plugin can tell, so it reads all words.
     """
     bind = inspect.signature(original).bind
 
@@ -126,7 +128,9 @@ def wrap_create_completion(host: Host, original: Callable[..., Any]) -> Callable
         given = bind(self, prompt, *args).arguments | kwargs if args else kwargs
         if given.get("echo") and given.get("logprobs") is not None:
             inner = _with_all_logits(host.engine(self), inner)
-        return request_scope.keep_scope(inner)
+        levels = Levels() if given.get("suffix") is None else Levels(prompt_share=1.0)
+        with request_scope.at_levels(levels):
+            return request_scope.keep_scope(inner)
 
     return _create_completion
 

@@ -130,6 +130,22 @@ def test_short_and_protected_prompts_stay_whole(start):
     assert status(suite)["prompts"] == 0
 
 
+def test_prompts_around_a_gap_stay_whole(start, reference_model):
+    """An answer that fills a gap needs the words at the gap, wherever they are."""
+    suite, llama, recorder = start({"scorer": "first", "share": 0.5})
+    llama.create_completion(TEXT, suffix=f" {STORY}", max_tokens=1)
+    assert recorder.requests[-1].whole is None
+    llama.create_completion(TEXT, max_tokens=1)
+    assert recorder.requests[-1].whole is not None
+    mark = tokens_of(llama, " keeper")[-1]
+    own = ENGINE | {"kv_overrides": {"tokenizer.ggml.fim_mid_token_id": mark}}
+    with contextlib.closing(Llama(str(reference_model), **own)) as filling:
+        for text, is_whole in ((TEXT, True), (TEXT.replace(" keeper", ""), False)):
+            greedy(filling, tokens_of(filling, text), 1)
+            assert (recorder.requests[-1].whole is None) == is_whole
+    assert status(suite)["prompts"] == 2
+
+
 def test_protected_words_are_kept_beyond_the_share_and_that_is_said(start):
     suite, llama, _ = start({"scorer": "random", "share": 0.1})
     names = " ".join(f"call_{i}()" for i in range(1000, 1010))
