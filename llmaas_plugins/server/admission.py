@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from llmaas_hooks import NO_PROMISE, DecodeStep, Promise, hookimpl
+from llmaas_hooks import NO_PROMISE, ContextCreate, DecodeStep, Promise, hookimpl
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.calls import Call, Stream
 from llmaas_plugins.server.estimates import Estimates
@@ -175,6 +175,11 @@ class Admission:
         if self.running is not None and not self.running.is_over:
             self.running.is_over, self.running.refusal = True, refusal
         raise Abandoned
+
+    @hookimpl(tryfirst=True)
+    def llmaas_context_create(self, create: ContextCreate) -> None:
+        """Say whether requests on a context may be interrupted, as their cells then stay in it."""
+        create.takes_turns = self._interrupts
 
     @hookimpl(specname="llmaas_decode")
     def end_if_unwanted(self) -> None:

@@ -89,6 +89,7 @@ class Together(Admission):
     @hookimpl(tryfirst=True)
     def llmaas_context_create(self, create: ContextCreate) -> None:
         """Ask for places of the calls aside in the server's context, the first one."""
+        super().llmaas_context_create(create)
         if self._create is None:
             self._create = create
             if self._options_against is None:

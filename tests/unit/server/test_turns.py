@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from llmaas_hooks import DecodeStep, Limit, Promise
+from llmaas_hooks import ContextCreate, DecodeStep, HookManager, Limit, Promise, hookimpl
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned, Admission
+from llmaas_plugins.server.together import Together
 
 SOON = Promise(Limit(0.5))
 LATER = Promise(Limit(30.0), Limit(30.0))
@@ -113,6 +114,25 @@ def test_interruptions_can_be_turned_off(admit, config):
         assert admission.running is running
 
     run(story)
+
+
+@pytest.mark.parametrize("kind", [Admission, Together])
+@pytest.mark.parametrize(
+    ("config", "expected"), [({}, True), ({"preempt": False}, False), ({"schedule": "fifo"}, False)]
+)
+def test_plugins_are_told_whether_requests_may_be_interrupted(kind, config, expected):
+    told = []
+
+    class Cells:
+        @hookimpl
+        def llmaas_context_create(self, create):
+            told.append(create.takes_turns)
+
+    hooks = HookManager("raise")
+    hooks.register("cells", Cells())
+    hooks.register("admission", kind(ServiceConfig(**config)))
+    hooks.context_create(ContextCreate(1, None, takes_turns=True))
+    assert told == [expected]
 
 
 def test_fifo_is_the_order_of_arrival(admit):
