@@ -61,14 +61,26 @@ class Correction:
     def __init__(self) -> None:
         """Start without requests."""
         self._times: deque[tuple[float, float]] = deque(maxlen=_N_KEPT)
+        self._are_alone = False
 
     def __bool__(self) -> bool:
         """Return whether any request was recorded."""
         return bool(self._times)
 
-    def add(self, measured_s: float, table_s: float) -> None:
-        """Record a request and its time by the tables."""
-        self._times.append((_bounded(table_s), _bounded(measured_s)))
+    def add(self, measured_s: float, table_s: float, *, is_alone: bool = True) -> None:
+        """Record a request.
+
+        Args:
+            measured_s: Seconds that it took.
+            table_s: Seconds that it takes by the tables.
+            is_alone: Whether it had the engine to itself. Tokens in batches with others', or after
+                an interruption, are slower. They count only as long as nothing else is known.
+        """
+        if is_alone and not self._are_alone:
+            self._times.clear()
+            self._are_alone = True
+        if is_alone == self._are_alone:
+            self._times.append((_bounded(table_s), _bounded(measured_s)))
 
     def fit(self) -> Fit:
         """Return the line through the requests."""

@@ -99,3 +99,15 @@ def test_hostile_times_are_bounded():
     for value in (*fit, fit.most_s(1.0)):
         assert np.isfinite(value)
     assert fit.most_s(1.0) > 0
+
+
+def test_times_in_batches_with_others_count_only_as_long_as_there_are_no_better_ones():
+    correction = Correction()
+    for _ in range(3):
+        correction.add(0.3, 0.1, is_alone=False)
+    assert correction.fit().expected_s(0.1) == pytest.approx(0.3)
+    correction.add(0.2, 0.1)
+    assert correction.fit().expected_s(0.1) == pytest.approx(0.2)
+    for _ in range(10):
+        correction.add(0.3, 0.1, is_alone=False)
+    assert correction.fit().expected_s(0.1) == pytest.approx(0.2)
