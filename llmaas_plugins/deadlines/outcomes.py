@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from llmaas_hooks import Promise, RequestStats
-from llmaas_plugins.deadlines.phases import Phase, Question
+from llmaas_plugins.deadlines.phases import Phase, Question, limits_of
 from llmaas_plugins.deadlines.planner import Plan
 
 __all__ = ["MOST_SHOWN", "AnswerReport", "Outcome", "Outcomes", "outcome"]
@@ -50,6 +51,7 @@ class Outcome(NamedTuple):
             there was none.
         tpot_s: Measured mean time of each further token; None if there was none.
         n_prompt: Number of tokens of the whole prompt.
+        limits_s: Promised seconds by phase; None where nothing is promised, or is known.
     """
 
     promise: Promise
@@ -58,6 +60,7 @@ class Outcome(NamedTuple):
     ttft_s: float | None
     tpot_s: float | None
     n_prompt: int
+    limits_s: Mapping[str, float | None]
 
     @property
     def phases(self) -> tuple[tuple[str, Phase | None, float | None], ...]:
@@ -68,16 +71,18 @@ class Outcome(NamedTuple):
         )
 
     @property
+    def over_promise(self) -> dict[str, float]:
+        """Measured time over the promised one by phase, of phases of which both are known."""
+        return {
+            name: measured_s / limit_s
+            for name, _, measured_s in self.phases
+            if measured_s is not None and (limit_s := self.limits_s[name])
+        }
+
+    @property
     def misses(self) -> list[str]:
-        """Phases that took longer than promised."""
-        return [
-            name
-            for name, phase, measured_s in self.phases
-            if phase is not None
-            and phase.limit_s is not None
-            and measured_s is not None
-            and measured_s > phase.limit_s
-        ]
+        """Phases that took longer than promised, whether they were planned or not."""
+        return [name for name, ratio in self.over_promise.items() if ratio > 1]
 
     @property
     def infeasible(self) -> list[str]:
@@ -100,7 +105,7 @@ class Outcome(NamedTuple):
                 continue
             found[name] = {
                 "promised": limit and str(limit),
-                "promised_ms": phase and _ms(phase.limit_s),
+                "promised_ms": _ms(self.limits_s[name]),
                 "expected_ms": phase and _ms(phase.expected_s),
                 "measured_ms": _ms(measured_s),
                 "level": phase and phase.level,
@@ -138,7 +143,8 @@ def outcome(question: Question, plan: Plan, answer: AnswerReport, stats: Request
     tpot_s = stats.decode_s / n_others if n_others > 0 else None
     first_s = stats.first_token_s
     ttft_s = None if first_s is None else promise.waited_s + first_s
-    return Outcome(promise, plan, answer, ttft_s, tpot_s, question.n_prompt)
+    limits_s = limits_of(question)
+    return Outcome(promise, plan, answer, ttft_s, tpot_s, question.n_prompt, limits_s)
 
 
 class Outcomes:
@@ -163,17 +169,13 @@ class Outcomes:
         counts["best_effort"] += found.answer.is_best_effort
         counts["promised"] += bool(found.promise)
         counts["shortened"] += found.is_shortened
-        if not found.promise:
-            pass
-        elif found.plan.is_empty:
-            counts["unplanned"] += 1
-        else:
+        counts["unplanned"] += bool(found.promise) and found.plan.is_empty
+        if found.promise and (found.over_promise or not found.plan.is_empty):
             counts["missed" if found.misses else "met"] += 1
             counts["infeasible"] += bool(found.infeasible)
             counts["unexpected"] += not set(found.misses) <= set(found.infeasible)
-        for name, phase, measured_s in found.phases:
-            if phase is not None and phase.limit_s is not None and measured_s is not None:
-                self._bucket(self._histograms[name], measured_s / phase.limit_s)
+        for phase, ratio in found.over_promise.items():
+            self._bucket(self._histograms[phase], ratio)
         name = (app or "")[:MOST_SHOWN]
         self._last[name] = found
         self._last.move_to_end(name)

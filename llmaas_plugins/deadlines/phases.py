@@ -11,7 +11,15 @@ from llmaas_plugins.deadlines.correction import Fit
 from llmaas_plugins.deadlines.policies import Policy
 from llmaas_plugins.deadlines.worth import Worth
 
-__all__ = ["Options", "Phase", "Question", "Reading", "answer_options", "prompt_options"]
+__all__ = [
+    "Options",
+    "Phase",
+    "Question",
+    "Reading",
+    "answer_options",
+    "limits_of",
+    "prompt_options",
+]
 
 _ROUNDING = 1e-9
 
@@ -171,7 +179,7 @@ class Options(NamedTuple):
 
     def widest(self) -> Phase | None:
         """Return the plan at the widest level that leaves room, or else at the fastest one."""
-        if not self.times or (self.limit_s is not None and not 0 < self.limit_s < math.inf):
+        if not self.times or (self.limit_s is not None and not _is_time(self.limit_s)):
             return None
         found = next(filter(self.leaves_room, self.times), None)
         return self.phase(min(self.times, key=self.times.__getitem__) if found is None else found)
@@ -214,7 +222,26 @@ def answer_options(question: Question, reading: Reading) -> Options:
     )
 
 
+def limits_of(question: Question) -> dict[str, float | None]:
+    """Return the promised seconds by phase.
+
+    They are None for a phase without a promise, and for a share of a time that was not measured.
+    """
+    if question.cost.levels:
+        options = {"ttft": prompt_options, "tpot": answer_options}
+        found = {name: of(question, question.whole).limit_s for name, of in options.items()}
+        return {name: limit_s if _is_time(limit_s) else None for name, limit_s in found.items()}
+    limits = {"ttft": question.promise.ttft, "tpot": question.promise.tpot}
+    return {
+        name: None if one is None or one.is_share else one.value for name, one in limits.items()
+    }
+
+
 # -- inside --------------------------------------------------------------------------------------
+
+
+def _is_time(seconds: float | None) -> bool:
+    return seconds is not None and 0 < seconds < math.inf
 
 
 def _room(limit_s: float | None, promise: Promise, room_s: float | None = None) -> float | None:

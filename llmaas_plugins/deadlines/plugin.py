@@ -29,7 +29,7 @@ from llmaas_plugins.deadlines.config import DeadlinesConfig
 from llmaas_plugins.deadlines.correction import Correction
 from llmaas_plugins.deadlines.learned import Lessons
 from llmaas_plugins.deadlines.margin import first_two
-from llmaas_plugins.deadlines.outcomes import MOST_SHOWN, AnswerReport, Outcomes, outcome
+from llmaas_plugins.deadlines.outcomes import MOST_SHOWN, AnswerReport, Outcome, Outcomes, outcome
 from llmaas_plugins.deadlines.phases import Question
 from llmaas_plugins.deadlines.planned import Planned
 from llmaas_plugins.deadlines.planner import Plan, answer_phase, plan, worth_of
@@ -119,24 +119,13 @@ class Deadlines:
             planned = self._planned.pop(_key(request), None)
             if planned is None:
                 return
-            promise = planned.question.promise
             found = outcome(planned.question, planned.plan, planned.answer, stats)
             if found.ttft_s is None:
                 return  # it was ended before its first token
             self._outcomes.add(request.app, found)
             if request.notes is not None:
                 request.notes[_NAME] = found.report()
-            n_others = max(stats.n_generated - 1, 1)
-            others_s = {
-                "ttft": promise.waited_s + stats.first_away_s,
-                "tpot": stats.decode_away_s / n_others,
-            }
-            for name, phase, measured_s in found.phases:
-                if phase is not None and measured_s is not None:
-                    is_answer = name == "tpot"
-                    table_s = planned.tpot_table_s(n_others) if is_answer else phase.table_s
-                    correction = self._correction(planned.model, request.app, name)
-                    correction.add(measured_s - others_s[name], table_s)
+            self._correct(planned, found, stats)
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
@@ -163,6 +152,19 @@ class Deadlines:
             }
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _correct(self, planned: Planned, found: Outcome, stats: RequestStats) -> None:
+        """Learn from a request's times, without those in which others used the engine."""
+        n_others = max(stats.n_generated - 1, 1)
+        away_s = {"ttft": stats.first_away_s, "tpot": stats.decode_away_s / n_others}
+        others_s = away_s | {"ttft": found.promise.waited_s + stats.first_away_s}
+        for name, phase, measured_s in found.phases:
+            if phase is not None and measured_s is not None:
+                is_answer = name == "tpot"
+                table_s = planned.tpot_table_s(n_others) if is_answer else phase.table_s
+                correction = self._correction(planned.model, planned.request.app, name)
+                own_s = measured_s - others_s[name]
+                correction.add(own_s, table_s, is_alone=not away_s[name])
 
     def _with_choices(self, request: Request, found: Plan) -> Levels:
         """Return a plan's levels, of which the answer's may be chosen later.

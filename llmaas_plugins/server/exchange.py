@@ -19,6 +19,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _NOTES = b"x-llmaas-notes"
+_LAST_EVENT = b"data: [DONE]"
 _ANSWERED_BY = b"x-llmaas-answered-by"
 _MOST_NOTES_BYTES = 4096
 
@@ -54,7 +55,8 @@ class Answer:
 
     A stream's head is held back until its first event, and its end until the app ends. A stream
     that fails at once therefore still gets an error status. One that fails later gets an error
-    event. The head of a whole answer has the plugins' notes about it, as JSON.
+    event. The head of a whole answer has the plugins' notes about it, as JSON. They are a comment
+    before the last event of OpenAI's streams, which is the first time that all of them are known.
 
     Attributes:
         status: Status of the answer; 0 before its head.
@@ -86,6 +88,8 @@ class Answer:
             self.status = message["status"]
             self.is_stream = header(message, b"content-type").startswith(b"text/event-stream")
             message = {**message, "headers": [*message["headers"], *self._headers()]}
+        if self.is_stream and message.get("body", b"").startswith(_LAST_EVENT):
+            self._held += self._comments()
         self._held.append(message)
         if not self.is_stream or message.get("body"):
             await self.flush()
@@ -95,10 +99,19 @@ class Answer:
         headers = []
         if self.cloud:
             headers.append((_ANSWERED_BY, self.cloud["answered_by"].encode()))
-        notes = {**self.notes, "cloud": self.cloud} if self.cloud else self.notes
-        if notes and not self.is_stream:
-            headers += _notes(notes)
+        if not self.is_stream and (text := self._notes()):
+            headers.append((_NOTES, text))
         return headers
+
+    def _comments(self) -> list[Message]:
+        """Return the comment that the service adds to a stream, which clients ignore."""
+        text = self._notes()
+        body = b": %s: %s\r\n\r\n" % (_NOTES, text)
+        return [{"type": "http.response.body", "body": body, "more_body": True}] if text else []
+
+    def _notes(self) -> bytes:
+        """Return the notes about an answer as JSON; nothing if there are none."""
+        return _as_json({**self.notes, "cloud": self.cloud} if self.cloud else self.notes)
 
     async def flush(self) -> None:
         """Send the messages that were held back."""
@@ -133,11 +146,21 @@ def header(message: Message, name: bytes) -> bytes:
     return next((value for key, value in message.get("headers", ()) if key == name), b"")
 
 
-def _notes(notes: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
-    """Return the header of plugins' notes; none if they are no JSON, or long."""
+def _as_json(notes: Mapping[str, Any]) -> bytes:
+    """Return notes as JSON of at most 4 KiB, without those that are no JSON, or do not fit."""
+    kept, n_bytes = list[bytes](), 1
+    for part in sorted((_entry(name, note) for name, note in notes.items()), key=len):
+        n_bytes += len(part) + 1
+        if part and n_bytes <= _MOST_NOTES_BYTES:
+            kept.append(part)
+    return b"{%s}" % b",".join(kept) if kept else b""
+
+
+def _entry(name: str, note: object) -> bytes:
+    """Return an entry of a JSON object; nothing if it cannot be one."""
     try:
-        text = json.dumps(notes, separators=(",", ":"), allow_nan=False).encode()
+        text = json.dumps({name: note}, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
-        _log.warning("notes of plugins are left out of an answer: %s", error)
-        return []
-    return [(_NOTES, text)] if len(text) <= _MOST_NOTES_BYTES else []
+        _log.warning("notes of the plugin %s are left out of an answer: %s", name, error)
+        return b""
+    return text[1:-1].encode()

@@ -163,7 +163,7 @@ def test_a_busy_machine_is_followed():
     assert planned.status()["last"][""]["ttft"]["expected_ms"] > 200
 
 
-def test_another_plugins_level_is_not_judged():
+def test_another_plugins_level_is_not_planned_but_its_misses_are_counted():
     class Other:
         @hookimpl(tryfirst=True)
         def llmaas_level(self):
@@ -174,6 +174,12 @@ def test_another_plugins_level_is_not_judged():
     assert planned.serve(promise=promise("70 ms", "5 ms")) == Levels(0.6, 0.8)
     last = planned.status()["last"][""]
     assert (last["ttft"]["level"], last["tpot"]["level"]) == (0.6, None)
+    assert (last["missed"], last["tpot"]["promised_ms"]) == ([], 5.0)
+    planned.serve(tpot_s=0.006, promise=promise("70 ms", "5 ms"))
+    assert planned.status()["last"][""]["missed"] == ["tpot"]
+    assert planned.status()["requests"]["unexpected"] == 1
+    planned.serve(tpot_s=0.006, promise=promise("70 ms", "50 %"))  # of 11 ms
+    assert planned.status()["last"][""]["missed"] == ["tpot"]
     assert list(planned.status()["corrections"]) == ["model.gguf: ttft"]
 
 
@@ -254,6 +260,35 @@ def test_interrupted_requests_are_planned_apart_and_their_rest_is_no_slowness():
     assert notes[0]["deadlines"]["tpot"]["measured_ms"] == 60.0
     for phase in ("ttft", "tpot"):
         assert report["corrections"][f"model.gguf: {phase}"] == {"offset_ms": 0.0, "slope": 1.0}
+
+
+def test_slower_tokens_beside_others_do_not_spoil_predictions():
+    """Tokens of a batch with others', and those after an interruption, take longer."""
+    planned = Planned()
+    asked, notes = promise("1 s", "100 ms"), {}
+    planned.serve(0.11, 0.011, promise=asked)
+    before = planned.status()["corrections"]
+    slow = RequestStats(100, 0, 11, 0.0, 0.4, 9.0, 0.5, first_away_s=0.01, decode_away_s=0.01)
+    for _ in range(10):
+        request = Request(planned.engine, PROMPT, None, promise=asked, notes=notes)
+        planned.hooks.request_begin(request, planned.hooks.level(request))
+        planned.hooks.request_end(request, slow)
+    assert notes["deadlines"]["tpot"]["measured_ms"] == 50.0
+    assert planned.status()["corrections"] == before
+
+
+def test_misses_of_requests_that_nobody_planned_are_counted():
+    planned, notes = Planned(times=False), {}
+    planned.serve(promise=promise("40 ms", "20 ms"), notes=notes)
+    assert notes["deadlines"]["missed"] == ["ttft"]
+    assert notes["deadlines"]["ttft"]["promised_ms"] == 40.0
+    counts = planned.status()["requests"]
+    assert (counts["unplanned"], counts["missed"], counts["unexpected"]) == (1, 1, 1)
+    planned.serve(promise=promise("60 ms"))
+    planned.serve(promise=promise("60 %"))  # of an unknown time
+    counts = planned.status()["requests"]
+    assert (counts["unplanned"], counts["missed"], counts["met"]) == (3, 1, 1)
+    assert planned.status()["ttft_over_promise"]["inf"] == 2
 
 
 def test_an_interrupted_answer_makes_up_for_lost_time(monkeypatch):
