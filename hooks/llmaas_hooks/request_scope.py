@@ -7,7 +7,7 @@ made and writes it into the ``Request``, so plugins need no state of their own f
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +18,8 @@ __all__ = [
     "MOST_NAME_BYTES",
     "RequestScope",
     "at_levels",
+    "check",
+    "checked_by",
     "current",
     "entered",
     "keep_scope",
@@ -58,6 +60,10 @@ class RequestScope(NamedTuple):
 _NO_BLOCKS = RequestScope()
 _scope: contextvars.ContextVar[RequestScope] = contextvars.ContextVar(
     "llmaas_request_scope", default=_NO_BLOCKS
+)
+
+_check: contextvars.ContextVar[Callable[[], None] | None] = contextvars.ContextVar(
+    "llmaas_request_check", default=None
 )
 
 
@@ -146,6 +152,26 @@ def noting() -> Iterator[dict[str, Any]]:
     notes: dict[str, Any] = {}
     with entered(current()._replace(notes=notes)):
         yield notes
+
+
+@contextmanager
+def checked_by(check: Callable[[], None]) -> Iterator[None]:
+    """Let plugins ask inside the block whether requests go on: ``check`` raises if they do not."""
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
+
+
+def check() -> None:
+    """Return if the request goes on; plugins call this between the parts of long work for it.
+
+    Raises:
+        BaseException: Whoever serves the request ends it.
+    """
+    if (found := _check.get()) is not None:
+        found()
 
 
 def keep_scope(

@@ -24,7 +24,7 @@ from llmaas_plugins.server.estimates import Estimates
 from llmaas_plugins.server.refusal import Refusal
 from llmaas_plugins.server.schedule import Job, due_s, first_due, interrupting, room_s
 
-__all__ = ["Abandoned", "Admission", "stopping"]
+__all__ = ["Abandoned", "Admission", "check_wanted", "stopping"]
 
 _MOST_INTERRUPTED = 8
 """Most calls that wait in the middle of their work; each of them occupies a thread."""
@@ -369,6 +369,16 @@ def _set(call: Call) -> None:
         call.turn.set()
     else:
         call.loop.call_soon_threadsafe(call.turn.set)
+
+
+def check_wanted(call: Call) -> None:
+    """Return if somebody still waits for a call.
+
+    Raises:
+        Abandoned: The call is over.
+    """
+    if call.is_over:
+        raise Abandoned
 
 
 def stopping() -> Refusal:

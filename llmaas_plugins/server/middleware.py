@@ -8,6 +8,7 @@ only its body and a few small objects.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -20,9 +21,15 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from llmaas_hooks import NO_PROMISE, ConfigError, Levels, Promise, UnknownPluginError
-from llmaas_hooks.request_scope import at_levels, noting, promising, serving_context
+from llmaas_hooks.request_scope import (
+    at_levels,
+    checked_by,
+    noting,
+    promising,
+    serving_context,
+)
 from llmaas_plugins.activation import without
-from llmaas_plugins.server.admission import Admission, stopping
+from llmaas_plugins.server.admission import Admission, check_wanted, stopping
 from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.body_checks import check_body
 from llmaas_plugins.server.calls import Call
@@ -279,7 +286,8 @@ class RequestMiddleware:
                 begun = self._admission.begun(call)
                 self._metrics.waited(begun.waited_s)
                 named = serving_context(None, call.app or None)
-                with named, _declining(scope), promising(begun):
+                checked = checked_by(functools.partial(check_wanted, call))
+                with named, _declining(scope), promising(begun), checked:
                     await self._app(scope, _replay(body, _when(left)), answer.send)
                 await answer.flush()
         except BaseException as error:

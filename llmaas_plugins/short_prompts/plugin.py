@@ -32,6 +32,7 @@ from llmaas_plugins.short_prompts.patterns import Pattern
 from llmaas_plugins.short_prompts.protection import PROTECTION, Protection, prompt_of
 from llmaas_plugins.short_prompts.report import Counts, report_of, text_left_out
 from llmaas_plugins.short_prompts.scorer import Prompt
+from llmaas_plugins.short_prompts.scorers import EVALUATING
 from llmaas_plugins.short_prompts.vocabulary import vocabulary_of
 
 __all__ = ["ShortPrompts"]
@@ -112,7 +113,8 @@ class ShortPrompts:
                 found.append(ShorterPrompt(share, n_left, before_s))
         if not found:
             return None
-        return RequestCost(shorter=tuple(found), shorter_by=self._scorers.identity_for(llama))
+        chosen_by = _as_evaluated(request, self._scorers.identity_for(llama))
+        return RequestCost(shorter=tuple(found), shorter_by=chosen_by)
 
     @hookimpl
     def llmaas_shorten(self, request: Request, share: float | None) -> Tokens | None:
@@ -159,14 +161,17 @@ class ShortPrompts:
         n_budget = budget(prompt, share)
         scores = np.zeros(len(prompt.words), np.float32)
         if needs_scores(prompt, n_budget):
-            self._failing.add(llama)  # until it succeeds
-            scores = self._scorers.scorer_for(llama).scores(prompt, llama)
+            try:
+                scores = self._scorers.scorer_for(llama).scores(prompt, llama)
+            except Exception:
+                self._failing.add(llama)  # until it succeeds
+                raise
             self._failing.discard(llama)
         return shorten(prompt, scores, n_budget)
 
     def _tell(self, request: Request, found: Shortened, share: float, seconds: float) -> None:
         """Count a shortened prompt, and report it to the one who made the request."""
-        scorer = self._scorers.name_for(request.engine.llama)
+        scorer = _as_evaluated(request, self._scorers.name_for(request.engine.llama))
         report = {"scorer": scorer, **report_of(found, share, seconds)}
         with self._lock:
             self._counts.add(found, seconds)
@@ -177,3 +182,12 @@ class ShortPrompts:
                 self._last.popitem(last=False)
         if request.notes is not None:
             request.notes[_NAME] = {**report, "left_out": text_left_out(found)}
+
+
+def _as_evaluated(request: Request, scorer: str) -> str:
+    """Return a scorer's name, with the app's call that changed the model in its own context only.
+
+    The context in which the scorer evaluates prompts knows no adapter that the app sets itself.
+    """
+    call = request.engine.alteration
+    return scorer if call is None or scorer not in EVALUATING else f"{scorer} without {call}"

@@ -6,7 +6,6 @@ weights. Keys are always computed with the whole model, even while apps use a na
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from llmaas_hooks.native import States
 from llmaas_plugins._native import logits_peek
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.model.identity import load_of, may_have_long_factors, rope_switch
+from llmaas_plugins.model.lora import use_adapter_of
 
 __all__ = ["EncodedConversation", "Encoder"]
 
@@ -142,12 +142,7 @@ class Encoder:
                 "cannot read hidden states: the engine has no hook point. `llmaas doctor` says why."
             )
         native.hold_level(_WHOLE)
-        adapter = getattr(self._llama, "_lora_adapter", None)
-        if adapter is not None:
-            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
-            scales = (ctypes.c_float * 1)(self._llama.lora_scale)
-            if llama_cpp.llama_set_adapters_lora(self._ctx, adapters, 1, scales):
-                raise LlmaasError(f"cannot use adapter {self._llama.lora_path} in a second context")
+        use_adapter_of(self._llama, self._ctx)
         return native.hidden_states(key, capacity=self._n_batch)
 
     def _window(self, tokens: Tokens, n_skipped: int, between: Callable[[], None]) -> Pairs:

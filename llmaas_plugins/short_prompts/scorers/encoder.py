@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_hooks import FileStamp, LlmaasError, forks
+from llmaas_hooks import FileStamp, LlmaasError, forks, request_scope
 from llmaas_plugins.short_prompts.encoder.model_file import EncoderFile, Head
 from llmaas_plugins.short_prompts.encoder.outputs import Outputs
 from llmaas_plugins.short_prompts.encoder.windows import windows_of
@@ -115,7 +116,9 @@ class EncoderScorer(forks.Forked):
 
     def _run(self, work: Callable[[], _Found]) -> _Found:
         """Do work where it may use OpenMP. Ctrl-C does not end what a child's thread has begun."""
-        return work() if self._thread is None else self._thread.submit(work).result()
+        if self._thread is None:
+            return work()
+        return self._thread.submit(contextvars.copy_context().run, work).result()
 
 
 def word_scores(values: NDArray[np.float32], pieces: Pieces) -> NDArray[np.float32]:
@@ -165,6 +168,7 @@ class _Loaded:
         ids = np.empty(self._n_positions, np.int32)
         ids[0] = self._words.begin
         for window in windows_of(len(pieces.ids), self._n_positions - 2):
+            request_scope.check()
             n = window.end - window.start
             ids[1 : n + 1] = pieces.ids[window.start : window.end]
             ids[n + 1] = self._words.end

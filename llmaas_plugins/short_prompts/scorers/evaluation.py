@@ -15,9 +15,17 @@ from llama_cpp import llama_cpp
 from numpy.ctypeslib import as_array
 from numpy.typing import NDArray
 
-from llmaas_hooks import LlmaasError, NativeContext, PluginError, Tokens, UnmetBudgetError
+from llmaas_hooks import (
+    LlmaasError,
+    NativeContext,
+    PluginError,
+    Tokens,
+    UnmetBudgetError,
+    request_scope,
+)
 from llmaas_hooks.own_models import own_contexts
 from llmaas_plugins.model.cell_sizes import CELL_STEP
+from llmaas_plugins.model.lora import use_adapter_of
 
 __all__ = ["Evaluation", "evaluation"]
 
@@ -66,6 +74,7 @@ class Evaluation:
             yield at, as_array(pointer, shape=(len(part), self._vocab_size))
 
     def _decode(self, part: Tokens, start: int, *, gives_logits: bool) -> None:
+        request_scope.check()
         batch, n = self._batch, len(part)
         batch.n_tokens = n
         as_array(batch.token, shape=(n,))[:] = part
@@ -99,6 +108,7 @@ def evaluation(
     with own_contexts():  # its batches are not the app's
         ctx = _made(llama, params)
         try:
+            use_adapter_of(llama, ctx)
             native = natives.get(int(ctx))
             if native is not None:
                 native.hold_level(native.n_levels - 1)

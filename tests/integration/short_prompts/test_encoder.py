@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny_encoders import N_EMBD, N_POSITIONS, forward, prompt_of, write_package
 
-from llmaas_hooks import ConfigError, LlmaasError, hookimpl
+from llmaas_hooks import ConfigError, LlmaasError, hookimpl, request_scope
 from llmaas_plugins.activation import activate
 from llmaas_plugins.short_prompts.encoder.body import read_body
 from llmaas_plugins.short_prompts.encoder.model_file import EncoderFile, Head
@@ -194,6 +194,19 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(body, tmp_path, 
     np.testing.assert_array_equal(other.scores(prompt_of(WORDS), LLAMA), found)
     scorer.close()
     other.close()
+
+
+def test_a_request_that_ends_ends_its_scoring(scorer):
+    """Whoever serves the request is asked before each window."""
+    n_asked = []
+    words = WORDS * 100
+    with request_scope.checked_by(lambda: n_asked.append(1)):
+        expected = scorer.scores(prompt_of(words), LLAMA)
+    assert len(n_asked) > 3
+    left = [None] * 3
+    with request_scope.checked_by(left.pop), pytest.raises(IndexError):
+        scorer.scores(prompt_of(words), LLAMA)
+    np.testing.assert_array_equal(scorer.scores(prompt_of(words), LLAMA), expected)
 
 
 def test_a_closed_scorer_says_so(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import http.client
 import json
 import os
 import urllib.error
@@ -11,9 +12,11 @@ import urllib.request
 
 import numpy as np
 import pytest
+from claiming import add_adapter
 from llama_cpp import Llama
+from low_rank import matrices_of, random_terms, write_lora_of
 from requested import Recorder, greedy
-from served import serving
+from served import serving, wait_until
 
 from llmaas_hooks import ConfigError, PluginError, hookimpl, request_scope, serving_context
 from llmaas_plugins import activate, short_prompts
@@ -307,6 +310,22 @@ def test_served_calls_ask_by_a_field_or_a_header(tmp_path):
             assert "prompt_share" in refused.value.read().decode()
 
 
+def test_judging_ends_when_the_client_leaves(tmp_path):
+    own = '[plugins.short_prompts]\nscorer = "self_information"\nshare = 0.5\n'
+    config = f'[service]\nstate_dir = "state"\n{own}'
+    body = json.dumps({"prompt": STORY * 24, "max_tokens": 1}).encode()
+    with serving(tmp_path, config=config, n_ctx=2048) as server:
+        leaving = http.client.HTTPConnection(server.address.removeprefix("http://"))
+        leaving.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        wait_until(lambda: server.metrics()["llmaas_queue_running_calls"])
+        leaving.close()
+        server.wait_until_idle()
+        assert server.status()["plugins"]["short_prompts"]["prompts"] == 0
+        post(server, "/v1/completions", {"prompt": TURN * 2, "max_tokens": 1})
+        assert server.status()["plugins"]["short_prompts"]["prompts"] == 1
+        assert "Traceback" not in server.log()
+
+
 def test_a_context_does_not_outgrow_its_window_unseen(reference_model, tmp_path):
     """The tokens of a context are those of its whole history, also if a part was read."""
     config = {"plugins": {"short_prompts": {"least_tokens": 32, "scorer": "first", "share": 0.5}}}
@@ -320,6 +339,47 @@ def test_a_context_does_not_outgrow_its_window_unseen(reference_model, tmp_path)
         assert any(reply.n_left_out for reply in replies)
         assert all("short_prompts" in reply.notes for reply in replies[1:])
         assert max(reply.n_tokens for reply in replies) <= ENGINE["n_ctx"]
+
+
+def test_a_request_that_ends_while_words_are_judged_leaves_the_engine_usable(start):
+    class Over(BaseException):
+        """End of a request, as of one whose client has left."""
+
+    def check():
+        raise Over
+
+    suite, llama, recorder = start({"scorer": "attention", "share": 0.5})
+    tokens = tokens_of(llama)
+    with request_scope.checked_by(check), pytest.raises(Over):
+        greedy(llama, tokens, 1)
+    assert status(suite)["prompts"] == 0
+    assert llama not in suite.plugin("short_prompts")._failing
+    greedy(llama, tokens, 1)
+    assert status(suite)["prompts"] == 1
+    assert recorder.requests[-1].whole.tokens.tolist() == tokens
+
+
+def test_a_scorer_says_which_adapter_it_did_not_see(start, reference_model, tmp_path):
+    terms = random_terms(reference_model, r"blk\.0\.ffn_up\.weight")
+    lora = write_lora_of(matrices_of(terms, reference_model), tmp_path / "lora.gguf")
+    costs = []
+
+    class Planner:
+        @hookimpl
+        def llmaas_level(self, cost):
+            costs.append(cost().shorter_by)
+
+    suite, llama, _ = start({"scorer": "attention", "share": 0.5})
+    suite.hooks.register("planner", Planner())
+
+    def scorer():
+        with request_scope.noting() as notes:
+            greedy(llama, tokens_of(llama), 1)
+        return notes["short_prompts"]["scorer"], costs[-1]
+
+    assert scorer() == ("attention",) * 2
+    add_adapter(llama.model, llama.ctx, lora)
+    assert scorer() == ("attention without llama_set_adapters_lora",) * 2
 
 
 def test_a_scorer_that_fails_is_no_longer_offered_to_planners(start, monkeypatch, caplog):

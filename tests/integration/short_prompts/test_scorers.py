@@ -8,19 +8,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from llama_cpp import Llama
+from low_rank import matrices_of, random_terms, write_lora_of
 from preparing import prepare
 
-from llmaas_hooks import LlmaasError, hookimpl
+from llmaas_hooks import LlmaasError, hookimpl, request_scope
 from llmaas_hooks.request_scope import serving_context
 from llmaas_plugins import activate, elastic
 from llmaas_plugins.model.forward import log_softmax
 from llmaas_plugins.short_prompts.protection import prompt_of
-from llmaas_plugins.short_prompts.scorers import SCORERS
+from llmaas_plugins.short_prompts.scorers import EVALUATING, SCORERS
 from llmaas_plugins.short_prompts.vocabulary import vocabulary_of
 
 STORY = "The dog went out. It saw Anna near the sea, and she gave it 42 biscuits. " * 6
 PROMPT = f"User: {STORY}\nAssistant: So it did.\nUser: How many biscuits?\nAssistant:"
-EVALUATING = ("attention", "self_information")
 
 
 class Scoring:
@@ -62,9 +62,9 @@ def opened(model):
     """Return a function that opens an engine with a plugin of the test, and with others."""
 
     @contextlib.contextmanager
-    def start(plugin, path=model, *, logits_all=False, **plugins):
+    def start(plugin, path=model, *, logits_all=False, own=None, **plugins):
         config = {"plugins": {"elastic": {"table": "uniform"}, **plugins}}
-        own = {"n_ctx": 1024, "verbose": False, "n_threads": 1, "n_threads_batch": 1}
+        own = {"n_ctx": 1024, "verbose": False, "n_threads": 1, "n_threads_batch": 1} | (own or {})
         with (
             activate(config, {"scoring": plugin}),
             contextlib.closing(Llama(str(path), logits_all=logits_all, **own)) as llama,
@@ -98,7 +98,7 @@ def states(llama, plugin):
     )
 
 
-@pytest.mark.parametrize("name", EVALUATING)
+@pytest.mark.parametrize("name", sorted(EVALUATING))
 @pytest.mark.parametrize("share", [None, 0.3])
 def test_a_scored_request_leaves_no_trace(opened, name, share):
     """Logits, records, cells and the app's taps are those of a run without a scorer."""
@@ -110,7 +110,7 @@ def test_a_scored_request_leaves_no_trace(opened, name, share):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", EVALUATING)
+@pytest.mark.parametrize("name", sorted(EVALUATING))
 def test_stored_contexts_are_restored_as_without_a_scorer(opened, tmp_path, name):
     found = []
     for plugin in (Scoring(), Scoring(name)):
@@ -166,6 +166,41 @@ def test_a_model_without_levels_is_evaluated_whole(opened, light_model):
     assert scores.sum() == pytest.approx(own.sum(), rel=1e-4)
 
 
+def test_the_apps_adapter_is_evaluated_too(opened, light_model, tmp_path):
+    """Words are judged by the model that answers."""
+    terms = random_terms(light_model, r"blk\.\d+\.ffn_up\.weight", size=2.0)
+    lora = write_lora_of(matrices_of(terms, light_model), tmp_path / "lora.gguf")
+    plugin = Scoring()
+    with opened(plugin, light_model, logits_all=True, own={"lora_path": str(lora)}) as llama:
+        prompt = prompt_on(llama)
+        scores = SCORERS["self_information"](plugin.natives).scores(prompt, llama)
+        llama.eval(prompt.tokens.tolist())
+        rows = log_softmax(llama.scores[: len(prompt.tokens) - 1].astype(np.float64))
+    own = -rows[np.arange(len(rows)), prompt.tokens[1:]]
+    assert scores.sum() == pytest.approx(own.sum(), rel=1e-4)
+    with opened(Scoring(), light_model) as llama:
+        plain = SCORERS["self_information"](plugin.natives).scores(prompt, llama)
+    assert scores.sum() != pytest.approx(plain.sum(), rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(EVALUATING))
+def test_a_request_that_ends_ends_its_evaluation(opened, monkeypatch, name):
+    """Whoever serves the request is asked before each batch."""
+    monkeypatch.setattr("llmaas_plugins.short_prompts.scorers.evaluation._MOST_BATCH", 16)
+    plugin, left = Scoring(), [None] * 2
+
+    def check():
+        left.pop()  # an IndexError after two batches
+
+    with opened(plugin) as llama:
+        scorer, prompt = SCORERS[name](plugin.natives), prompt_on(llama)
+        with request_scope.checked_by(check), pytest.raises(IndexError):
+            scorer.scores(prompt, llama)
+        assert list(plugin.natives) == [int(llama.ctx)]
+        assert scorer.seconds(100) is None
+        assert len(scorer.scores(prompt, llama)) == len(prompt.words)
+
+
 def test_long_prompts_are_evaluated_in_batches(opened, monkeypatch):
     plugin = Scoring()
     with opened(plugin) as llama:
@@ -177,7 +212,7 @@ def test_long_prompts_are_evaluated_in_batches(opened, monkeypatch):
             np.testing.assert_allclose(found, expected, rtol=0.05, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", EVALUATING)
+@pytest.mark.parametrize("name", sorted(EVALUATING))
 def test_the_time_of_prompts_is_measured(opened, name):
     plugin = Scoring()
     with opened(plugin) as llama:
@@ -216,7 +251,7 @@ def test_models_without_attention_are_refused(opened):
             SCORERS["attention"](plugin.natives).scores(prompt, llama)
 
 
-@pytest.mark.parametrize("name", EVALUATING)
+@pytest.mark.parametrize("name", sorted(EVALUATING))
 def test_a_failed_evaluation_says_so_and_frees_its_context(opened, monkeypatch, name):
     plugin = Scoring()
     with opened(plugin) as llama, monkeypatch.context() as patch:
