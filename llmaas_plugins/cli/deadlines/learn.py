@@ -14,6 +14,7 @@ from llmaas_plugins.cli.deadlines.prompts import check_prompts, prompts_of
 from llmaas_plugins.cli.deadlines.shares import (
     add_share_options,
     check_shares,
+    scored,
     shortened_prompts,
     shortener,
 )
@@ -105,7 +106,7 @@ class _Opened(NamedTuple):
     """Prepared model that is loaded with its levels.
 
     Attributes:
-        model: The model.
+        model: The model; with shares, a ``Llama``.
         levels: Levels, widest first.
         levels_id: Name of what the levels compute.
         short_prompts: The plugin that chooses the words of shares; None without shares.
@@ -154,7 +155,7 @@ def _opened(args: argparse.Namespace) -> Iterator[_Opened]:
     plugins = {"elastic": {"table": args.table}, **shorter}
     with (
         activate({"on_error": "raise", "plugins": plugins}) as suite,
-        loaded(args.model) as opened,
+        (scored if args.shares else loaded)(args.model) as opened,
     ):
         (model,) = suite.plugin("elastic").llmaas_status()["models"].values()
         chooser = suite.plugin("short_prompts") if shorter else None
@@ -182,7 +183,9 @@ def _measured(args: argparse.Namespace, opened: _Opened) -> tuple[Answers, Path]
     prompts = prompts[:n]
     scorer, shorter = "", list[Any]()
     if args.shares:
-        scorer, shorter = shortened_prompts(args, opened.short_prompts, prompts)
+        scorer, shorter = shortened_prompts(
+            args.shares, opened.short_prompts, opened.model, prompts
+        )
     about = {
         "levels": opened.levels_id,
         "answer": args.answer_tokens,

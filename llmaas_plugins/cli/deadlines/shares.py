@@ -11,11 +11,12 @@ from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.cli.short_prompts_table import configured
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from llmaas_hooks import Tokens
 
-__all__ = ["add_share_options", "check_shares", "shortened_prompts", "shortener"]
+__all__ = ["add_share_options", "check_shares", "scored", "shortened_prompts", "shortener"]
 
 _N_CTX = 16
 """Cells of the engine that scorers ask; they make contexts of their own for prompts."""
@@ -61,31 +62,46 @@ def shortener(args: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
     return {"short_prompts": configured(args.scorer)} if args.shares else {}
 
 
+@contextlib.contextmanager
+def scored(path: Path) -> Iterator[Any]:
+    """Load a model once for everything: as a ``Llama``, whose prompts scorers can judge.
+
+    Raises:
+        ConfigError: llama.cpp cannot load the model.
+    """
+    from llama_cpp import Llama
+
+    from llmaas_plugins.model.loading import load_errors
+
+    with load_errors(path):
+        llama = Llama(str(path), n_ctx=_N_CTX, verbose=False)
+    with contextlib.closing(llama):
+        yield llama
+
+
 def shortened_prompts(
-    args: argparse.Namespace, plugin: Any, prompts: Sequence[Tokens]
+    shares: Sequence[float], plugin: Any, llama: Any, prompts: Sequence[Tokens]
 ) -> tuple[str, list[list[Tokens]]]:
     """Return the scorer's identity, and what is read of each prompt, for each of the shares.
 
     A prompt stays whole if no word may be left out, or if requests would not shorten it.
 
     Args:
-        args: Arguments of the command.
+        shares: Shares of a prompt to read.
         plugin: The plugin ``short_prompts``, which is active.
+        llama: The ``llama_cpp.Llama`` whose prompts they are.
         prompts: Tokens of each prompt.
     """
-    from llama_cpp import Llama
-
-    found: list[list[Tokens]] = [[] for _ in args.shares]
-    with contextlib.closing(Llama(str(args.model), n_ctx=_N_CTX, verbose=False)) as llama:
-        name, scorer = plugin.scorer_name(llama), plugin.scorer_identity(llama)
-        with progress_bar(f"choosing words ({name})", "prompt", len(prompts)) as bar:
-            for tokens in prompts:
-                read = [tokens] * len(args.shares)
-                if len(tokens) >= plugin.least_tokens:
-                    read = [one.tokens for one in plugin.shortened(llama, tokens, args.shares)]
-                for parts, one in zip(found, read, strict=True):
-                    parts.append(one)
-                bar.update()
+    found: list[list[Tokens]] = [[] for _ in shares]
+    name, scorer = plugin.scorer_name(llama), plugin.scorer_identity(llama)
+    with progress_bar(f"choosing words ({name})", "prompt", len(prompts)) as bar:
+        for tokens in prompts:
+            read = [tokens] * len(shares)
+            if len(tokens) >= plugin.least_tokens:
+                read = [one.tokens for one in plugin.shortened(llama, tokens, shares)]
+            for parts, one in zip(found, read, strict=True):
+                parts.append(one)
+            bar.update()
     return scorer, found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from leveled import Recorder, write_times
-from llama_cpp import Llama
+from llama_cpp import Llama, _internals
 from preparing import prepare
 from switching import PROMPT, ask
 
@@ -214,6 +214,20 @@ def test_shares_are_read_at_fewer_levels_if_time_is_short(learn, monkeypatch, ca
     assert [line.split()[0] for line in table.splitlines()[2:4]] == ["1.0", "0.2"]
     path = Path(table.splitlines()[-1].removeprefix("kept in "))
     assert Answers.load(path, path.stem).shorter.levels == (1.0, 0.2)
+
+
+def test_one_copy_of_the_model_chooses_words_and_compares(learn, monkeypatch, capsys):
+    loads, load = [], _internals.LlamaModel.__init__
+
+    def counted(*args, **given):
+        loads.append(given["path_model"])
+        load(*args, **given)
+
+    monkeypatch.setattr(_internals.LlamaModel, "__init__", counted)
+    assert learn("--shares", "0.5", "--scorer", "attention") == 0
+    assert len(loads) == 1
+    path = Path(capsys.readouterr().out.splitlines()[-1].removeprefix("kept in "))
+    assert Answers.load(path, path.stem).shorter.chosen_by == "attention"
 
 
 def test_text_is_cut_into_prompts(model, tmp_path, capsys):
