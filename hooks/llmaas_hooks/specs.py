@@ -221,7 +221,8 @@ def llmaas_shorten(request: Request, share: float | None) -> Tokens | None:
         the app asks for (``Levels.prompt_share``), or else the answer of ``llmaas_level``; None
         leaves it to the plugin.
     Thread: the app's. Cost: once a request, and its first token waits for it. The plugin may
-        evaluate tokens on the engine, whose cells it then drops.
+        evaluate tokens on the engine, whose cells it then drops. It calls ``request_scope.check``
+        between the parts of long work, which raises if the request is over.
     Returns: the tokens to read, shape ``(n,)`` int32, fewer than the prompt has; None for all. The
         first plugin that returns tokens decides. Later hooks get a request with these tokens, of
         which ``whole`` is this one.
