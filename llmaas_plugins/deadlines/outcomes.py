@@ -47,8 +47,8 @@ class Outcome(NamedTuple):
         promise: Latency that was asked for.
         plan: Plan of the request.
         answer: Worth of the setting, and its risk.
-        ttft_s: Measured time to the first token, with the time that the request waited; None if
-            there was none.
+        ttft_s: Measured time to the first token, with the time that the request waited; if there
+            was none, the time until the request's end.
         tpot_s: Measured mean time of each further token; None if there was none.
         n_prompt: Number of tokens of the whole prompt.
         limits_s: Promised seconds by phase; None where nothing is promised, or is known.
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     promise: Promise
     plan: Plan
     answer: AnswerReport
-    ttft_s: float | None
+    ttft_s: float
     tpot_s: float | None
     n_prompt: int
     limits_s: Mapping[str, float | None]
@@ -141,9 +141,8 @@ def outcome(question: Question, plan: Plan, answer: AnswerReport, stats: Request
     """Return the outcome of a request that ended."""
     promise, n_others = question.promise, stats.n_generated - 1
     tpot_s = stats.decode_s / n_others if n_others > 0 else None
-    first_s = stats.first_token_s
-    ttft_s = None if first_s is None else promise.waited_s + first_s
-    limits_s = limits_of(question)
+    first_s = stats.total_s if stats.first_token_s is None else stats.first_token_s
+    ttft_s, limits_s = promise.waited_s + first_s, limits_of(question)
     return Outcome(promise, plan, answer, ttft_s, tpot_s, question.n_prompt, limits_s)
 
 
@@ -163,7 +162,7 @@ class Outcomes:
         self._last: OrderedDict[str, Outcome] = OrderedDict()
 
     def add(self, app: str | None, found: Outcome) -> None:
-        """Count a request that gave a token."""
+        """Count a request that gave a token, or came too late for one."""
         counts = self._counts
         counts["risk_limited"] += found.answer.max_risk is not None
         counts["best_effort"] += found.answer.is_best_effort

@@ -120,12 +120,14 @@ class Deadlines:
             if planned is None:
                 return
             found = outcome(planned.question, planned.plan, planned.answer, stats)
-            if found.ttft_s is None:
-                return  # it was ended before its first token
+            has_token = stats.first_token_s is not None
+            if not (has_token or found.misses):
+                return  # it was ended in time
             self._outcomes.add(request.app, found)
             if request.notes is not None:
                 request.notes[_NAME] = found.report()
-            self._correct(planned, found, stats)
+            if has_token:
+                self._correct(planned, found, stats)
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:

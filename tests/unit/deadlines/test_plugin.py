@@ -56,7 +56,8 @@ class Planned:
         levels = self.hooks.level(request)
         self.hooks.request_begin(request, levels)
         first = ttft_s if n else None
-        stats = RequestStats(100, 0, n, 0.0, first, 9.0, tpot_s * max(n - 1, 0))
+        all_s = ttft_s + tpot_s * max(n - 1, 0)
+        stats = RequestStats(100, 0, n, 0.0, first, all_s, tpot_s * max(n - 1, 0))
         self.hooks.request_end(request, stats)
         return levels and Levels(levels.prefill, levels.decode)
 
@@ -196,6 +197,18 @@ def test_requests_that_end_before_a_token_do_not_count():
     assert planned.status()["requests"]["promised"] == 0
     planned.serve(n=1, promise=promise("70 ms", "5 ms"))
     assert planned.status()["last"][""]["tpot"]["measured_ms"] is None
+
+
+def test_requests_that_end_too_late_for_a_token_are_missed():
+    """Clients leave because they have waited for too long."""
+    planned, notes = Planned(), {}
+    asked = promise("70 ms", "60 ms")
+    planned.serve(promise=asked)
+    before = planned.status()["corrections"]
+    planned.serve(0.5, n=0, promise=asked, notes=notes)
+    assert notes["deadlines"]["missed"] == ["ttft"]
+    assert planned.status()["requests"]["unexpected"] == 1
+    assert planned.status()["corrections"] == before
 
 
 def test_without_measured_times_the_log_says_once_how_to_get_them(caplog):
