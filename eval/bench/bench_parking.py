@@ -17,7 +17,7 @@ import pytest
 
 from llmaas_eval.paired import repeats
 from llmaas_eval.stats import median_interval, quartiles
-from llmaas_hooks import hookimpl
+from llmaas_hooks import ParkedSequences, hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
 from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
@@ -40,7 +40,7 @@ class Engine:
     ctx: int
     n_spare: int
     native: Any
-    parked: set = field(default_factory=set)
+    parked: ParkedSequences = field(default_factory=ParkedSequences)
 
     def __post_init__(self):
         self.memory = llama_cpp.llama_get_memory(self.ctx)

@@ -52,6 +52,7 @@ from llmaas_hooks.native import (
     TensorInfo,
     WeightClaim,
 )
+from llmaas_hooks.parked import ParkedSequences
 from llmaas_hooks.promises import (
     NO_PROMISE,
     LevelTimes,
@@ -112,6 +113,7 @@ __all__ = [
     "ModelLoad",
     "NativeContext",
     "Override",
+    "ParkedSequences",
     "Pick",
     "Plugin",
     "PluginError",

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from llmaas_hooks.manager import HookManager
+from llmaas_hooks.parked import ParkedSequences
 from llmaas_hooks.request_stats import RequestStats
 from llmaas_hooks.types import (
     DecodeStep,
@@ -64,7 +65,7 @@ class FakeEngine:
     load: ModelLoad | None = None
     alteration: str | None = None
     n_spare: int = 0
-    parked: set[int] = field(default_factory=set)
+    parked: ParkedSequences = field(default_factory=ParkedSequences)
     resident_app: str | None = None
     n_outputs: int = 1
     keeps_cells: bool = False

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks.levels import NO_LEVELS, Levels
+from llmaas_hooks.parked import ParkedSequences
 from llmaas_hooks.promises import NO_PROMISE, Promise
 
 __all__ = [
@@ -88,11 +89,12 @@ class Engine(Protocol):
         """
 
     @property
-    def parked(self) -> set[int]:
+    def parked(self) -> ParkedSequences:
         """Sequences in which plugins keep cells between calls.
 
         A plugin adds and removes its own sequences; the app does not see them. Before an app's call
-        that would show or move all cells, the host empties these sequences and this set.
+        that would show or move all cells, the host empties these sequences and this set. One of
+        them may be a label on cells of sequence 0 (``ParkedSequences.current``).
         """
 
     @property

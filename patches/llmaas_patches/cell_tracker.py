@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from llama_cpp import llama_cpp
 
+from llmaas_hooks import ParkedSequences
+
 if TYPE_CHECKING:
     from llmaas_patches.seats import Seats
 
@@ -108,7 +110,7 @@ class CellTracker:
         self.app_n_ctx = app_n_ctx
         self.n_spare = self.n_seat_cells = 0
         self.hides = False
-        self.parked: set[int] = set()
+        self.parked = ParkedSequences()
         self.must_free_parked = False
         self.n_calls = 0
         self.is_lent = False
@@ -190,10 +192,23 @@ class CellTracker:
         """Record that cells of sequence 0 from position ``start`` on changed; None means none."""
         if start is None:
             return
+        if start < self.parked.n_current:
+            self._cut_current(max(start, 0))
         if start < self.n_explained:
             self.n_explained = max(start, 0)
         if self.sparse_from is not None and start <= self.sparse_from:
             self.sparse_from = None
+
+    def _cut_current(self, start: int) -> None:
+        """Let the parked sequence that has sequence 0's cells lose those that are about to change.
+
+        Otherwise they would stay in use.
+        """
+        sequence = self.parked.current
+        if sequence in self.parked:
+            with self.lent():
+                llama_cpp.llama_memory_seq_rm(self.handles[-1], sequence, start, -1)
+        self.parked.n_current = start  # last: Ctrl-C may come in between
 
     def evaluated_sparsely(self, start: int) -> None:
         """Record that cells from position ``start`` on are computed sparsely.
@@ -255,7 +270,8 @@ class CellTracker:
     def _has_room(self, batch: Any, n_tokens: int) -> bool:
         """Return whether ``Llama`` and all parked sequences fit into the app's own cells."""
         memory = self.handles[-1]
-        ends = (llama_cpp.llama_memory_seq_pos_max(memory, sequence) for sequence in self.parked)
+        parked = self.parked.others()
+        ends = (llama_cpp.llama_memory_seq_pos_max(memory, sequence) for sequence in parked)
         n_parked = sum(end + 1 for end in ends)
         return n_tokens == 0 or bool(batch.pos[n_tokens - 1] < self.app_n_ctx - n_parked)
 

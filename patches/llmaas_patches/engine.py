@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama, llama_cpp
 
-from llmaas_hooks import HookManager, ModelLoad, Tokens, common_prefix, forks
+from llmaas_hooks import HookManager, ModelLoad, ParkedSequences, Tokens, common_prefix, forks
 from llmaas_patches.background import BackgroundWork
 from llmaas_patches.cell_tracker import CellTracker, Due
 from llmaas_patches.engine_state import OUTPUTS, Left, Outputs
@@ -156,7 +156,7 @@ class LlamaEngine:
             self._outputs.first, self.n_outputs = None, 1
 
     @property
-    def parked(self) -> set[int]:
+    def parked(self) -> ParkedSequences:
         """Sequences in which a plugin keeps cells between calls; the host may empty them."""
         return self._tracker.parked
 

@@ -11,6 +11,7 @@ import pytest
 from parks import Parks
 from switching import ENDINGS, OTHER, PROMPT, ask
 
+RNG = np.random.default_rng(4)
 FOREIGN = [1, *np.random.default_rng(3).integers(300, 4000, 60).tolist()]
 REAL = (llama_cpp.llama_n_ctx, llama_cpp.llama_n_seq_max, llama_cpp.llama_state_get_size)
 """The original bindings; their names are patched while plugins are on."""
@@ -229,6 +230,56 @@ def test_clearing_empties_the_apps(llama, parks):
     llama.reset()
     assert sequence(llama)[12:16] == bytes(4)
     assert comes_back(llama, parks)
+
+
+def test_a_label_that_came_back_with_its_cells_goes_with_them(llama, parks):
+    """Else they would be neither free nor used."""
+    assert comes_back(llama, parks)
+    label = parks.engine.parked.current
+    assert positions(sequence(llama, label)) == list(range(len(PROMPT)))
+    llama._ctx.kv_cache_seq_rm(-1, 30, 31)
+    assert positions(sequence(llama, label)) == list(range(30))
+    llama._ctx.kv_cache_clear()
+    assert positions(sequence(llama, label)) == []
+    llama.reset()
+    answer = ask(llama, [*PROMPT, *ENDINGS[0]], 2)[0]
+    ask(llama, FOREIGN, 2)
+    assert ask(llama, [*PROMPT, *ENDINGS[0]], 2)[0] == answer
+
+
+def test_cells_that_came_back_are_not_used_twice(make, patched):
+    """The app evaluates a full context by itself, beside another full one that is parked."""
+    plugin = Parks()
+    patched(parks=plugin)
+    llama = make()
+    first, second, third = ([1, *RNG.integers(300, 4000, 255).tolist()] for _ in range(3))
+    for prompt in (first, second, first):
+        ask(llama, prompt, 1)
+    assert plugin.parking.stats()["takes"] == 1
+    assert plugin.engine.parked.current is not None
+    llama.reset()
+    llama.eval(third)
+    assert positions(sequence(llama)) == list(range(256))
+    assert plugin.parking.n_cells == 256
+
+
+def test_a_label_takes_none_of_the_apps_own_cells(make, patched):
+    plugin = Parks(n_spare=0)
+    patched(parks=plugin)
+    llama = make(n_ctx=256)
+    long = [1, *RNG.integers(300, 4000, 255 - len(FOREIGN)).tolist()]
+    ask(llama, PROMPT, 1)
+    for prompt in (FOREIGN, PROMPT):
+        plugin.parking.limit = 200
+        ask(llama, prompt, 1)
+    label = plugin.engine.parked.current
+    assert label is not None
+    llama.reset()
+    llama.eval(PROMPT + long[len(PROMPT) : -1])
+    assert plugin.parking.n_cells == len(FOREIGN)
+    assert plugin.engine.parked.others()
+    llama.eval(long[:2])
+    assert not plugin.engine.parked
 
 
 def test_keeping_the_apps_keeps_the_others(llama, parks):

@@ -1,9 +1,13 @@
 """Keep inactive contexts in the engine, in cells that its requests do not need.
 
 A parked context is a sequence of its own. Parking and resuming it only relabels cells, without
-reading or writing them. Contexts that share a prefix share the cells of that prefix, so each
-distinct prefix takes cells once. Contexts with different roots, such as those of two apps, share
-nothing, so that eviction times do not reveal one app's tokens to another.
+reading or writing them. Most of that time goes into llama.cpp's tree of the cells of a sequence. So
+a resumed context keeps its label beside that of sequence 0, and when it is left again, only its new
+cells are labeled.
+
+Contexts that share a prefix share the cells of that prefix, so each distinct prefix takes cells
+once. Contexts with different roots, such as those of two apps, share nothing, so that eviction
+times do not reveal one app's tokens to another.
 """
 
 from __future__ import annotations
@@ -93,7 +97,8 @@ class ParkedContexts:
 
     Ctrl-C may end a call between any two steps. A sequence is therefore in ``engine.parked`` before
     it has cells and until it has none, and a context is listed only while its sequence is complete.
-    The next call frees the sequences that no context lists.
+    The next call frees the sequences that no context lists. A context that keeps its label in
+    sequence 0 counts as left there, not as parked: the host takes the label from cells that change.
 
     Attributes:
         limit: Cells that parked contexts may use after the next ``switch``.
@@ -115,6 +120,7 @@ class ParkedContexts:
         self.limit = engine.n_spare
         self._sequences = engine.parked
         self._contexts: list[_ParkedContext] = []  # least recently used first
+        self._current: _ParkedContext | None = None  # resumed: sequence 0 begins with its cells
         self._is_expired = False
         self._n_cells = 0
         self._n_parked = self._n_resumed = self._n_resumed_tokens = self._n_freed = 0
@@ -159,7 +165,10 @@ class ParkedContexts:
         is_wanted = is_interrupted or not self._only_interrupted
         if is_wanted and len(resident) - n_common >= n_least and len(resident) <= self.limit:
             self._park(resident, put_aside, resident_root)
-        resumed = None if best is None else self._resume(best, n_best)
+        resumed = None
+        if best is not None:
+            self._drop_current()
+            resumed = self._resume(best, n_best)
         self._evict_over_limit()
         return resumed
 
@@ -182,6 +191,7 @@ class ParkedContexts:
     def clear(self) -> None:
         """Free all parked contexts."""
         self._forget_lost()
+        self._drop_current()
         for parked in tuple(self._contexts):
             self._remove(parked)
         self._n_cells = 0
@@ -204,7 +214,7 @@ class ParkedContexts:
     def stats(self) -> dict[str, int]:
         """Return counters for the plugin's status."""
         return {
-            "parked_contexts": len(self._sequences),
+            "parked_contexts": len(self._sequences.others()),
             "parked_cells": self.n_cells,
             "parks": self._n_parked,
             "takes": self._n_resumed,
@@ -217,7 +227,10 @@ class ParkedContexts:
     def _park(
         self, tokens: Tokens, put_aside: Callable[[int], AsideAttention | None], root: bytes
     ) -> None:
-        """Label sequence 0's cells as a parked context too, if it is long and not parked yet."""
+        """Label sequence 0's cells as a parked context too, if it is long and not parked yet.
+
+        A context that was resumed has that label already, but for its new cells.
+        """
         if len(tokens) < CHUNK_TOKENS or not self._has_cells(_APP_SEQUENCE, len(tokens)):
             return
         for parked in [p for p in self._contexts if p.root == root]:
@@ -227,19 +240,18 @@ class ParkedContexts:
                 return
             if n == len(parked.tokens):
                 self._remove(parked)
-        unused = set(PARKED_SEQUENCES) - self._sequences
-        if not unused:  # an eviction was cut off; the next one is due
+        n_labeled = self._n_labeled(tokens, root)
+        sequence = self._take_label() if n_labeled else self._new_label()
+        if sequence is None:  # an eviction was cut off; the next one is due
             return
-        sequence = min(unused)
-        self._sequences.add(sequence)
-        self._drop(sequence, 0)
         nearest, n_shared = _nearest(self._contexts, tokens, root)
         attention = put_aside(len(tokens))
-        if nearest is not None:
-            self._label(nearest.sequence, sequence, 0, n_shared)
+        if nearest is not None and n_shared > n_labeled:
+            self._label(nearest.sequence, sequence, n_labeled, n_shared)
+            n_labeled = n_shared
             if attention is not None:
                 attention = _with_cells_of(attention, nearest.attention, n_shared)
-        self._label(_APP_SEQUENCE, sequence, n_shared, len(tokens))
+        self._label(_APP_SEQUENCE, sequence, n_labeled, len(tokens))
         self._contexts.append(_ParkedContext(sequence, tokens, attention, root))
         self._n_parked += 1
 
@@ -253,12 +265,68 @@ class ParkedContexts:
         self._drop(_APP_SEQUENCE, 0)
         self._label(parked.sequence, _APP_SEQUENCE, 0, n)
         if len(parked.tokens) - n < CHUNK_TOKENS:
-            self._remove(parked)
+            self._keep_label(parked, n)
         elif attention is not None:
             attention = attention._replace(taken=None)
         self._n_resumed += 1
         self._n_resumed_tokens += n
         return ResumedContext(n, attention)
+
+    # -- the label of the context in sequence 0 --------------------------------------------------
+
+    def _keep_label(self, parked: _ParkedContext, n: int) -> None:
+        """Let a context, of which sequence 0 has the first ``n`` cells, keep the label of these."""
+        self._contexts.remove(parked)
+        self._drop(parked.sequence, n)
+        self._set_current(_ParkedContext(parked.sequence, parked.tokens[:n], None, parked.root))
+
+    def _n_labeled(self, tokens: Tokens, root: bytes) -> int:
+        """Return how many of sequence 0's tokens have a label that they can keep."""
+        current = self._current
+        if current is None or current.root != root:
+            return 0
+        n = len(current.tokens)
+        return n if np.array_equal(current.tokens, tokens[:n]) else 0
+
+    def _take_label(self) -> int | None:
+        """Return the sequence that labels sequence 0's first cells; from now on it is apart."""
+        current = self._current
+        self._set_current(None)
+        return None if current is None else current.sequence
+
+    def _new_label(self) -> int | None:
+        """Return an empty sequence, or None if there is none."""
+        self._drop_current()
+        unused = set(PARKED_SEQUENCES) - self._sequences
+        if not unused:
+            return None
+        sequence = min(unused)
+        self._sequences.add(sequence)
+        self._drop(sequence, 0)
+        return sequence
+
+    def _drop_current(self) -> None:
+        """Leave the cells of sequence 0 with that label alone."""
+        current = self._current
+        self._set_current(None)
+        if current is not None:
+            self._free(current.sequence)
+
+    def _set_current(self, current: _ParkedContext | None) -> None:
+        self._sequences.n_current = 0 if current is None else len(current.tokens)
+        self._sequences.current = None if current is None else current.sequence
+        self._current = current
+
+    def _find_current(self) -> None:
+        """Look which cells the host left with the label of the context in sequence 0."""
+        current, sequence = self._current, self._sequences.current
+        if current is None or current.sequence != sequence or sequence not in self._sequences:
+            self._set_current(None)
+            return
+        n = llama_cpp.llama_memory_seq_pos_max(self._memory, current.sequence) + 1
+        current.tokens = current.tokens[:n]
+        if not n:
+            self._drop_current()
 
     def _touch(self, parked: _ParkedContext) -> None:
         self._contexts.remove(parked)
@@ -302,7 +370,8 @@ class ParkedContexts:
         ]
         self._n_freed += len(self._contexts) - len(kept)
         self._contexts = kept
-        for sequence in self._sequences.difference([parked.sequence for parked in kept]):
+        self._find_current()
+        for sequence in self._sequences.others().difference(parked.sequence for parked in kept):
             self._free(sequence)
 
     # -- the engine -----------------------------------------------------------------------------

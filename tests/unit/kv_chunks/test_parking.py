@@ -2,127 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from dataclasses import dataclass, field
-
 import llama_cpp
 import numpy as np
 import pytest
 from interrupting import interruptions
+from parked_cells import N_CTX, N_SPARE, App, tokens
 from soak import scale
 
 from llmaas_eval.models import SHAPE_TINY, write_random_model
-from llmaas_hooks import common_prefix
 from llmaas_plugins.kv_chunks.parking import parked_contexts
 from llmaas_plugins.kv_chunks.parking.parked_contexts import ParkedContexts
-from llmaas_plugins.kv_chunks.parking.sequences import PARKED_SEQUENCES
 
-N_CTX, N_SPARE, N_TOGETHER = 256, 256, 64
 RNG = np.random.default_rng(5)
-
-
-@dataclass(eq=False)
-class Engine:
-    """The parts of an engine that ``ParkedContexts`` uses."""
-
-    ctx: int
-    n_spare: int = N_SPARE
-    parked: set = field(default_factory=set)
-
-
-class App:
-    """An app that evaluates prompts as ``Llama`` does, on a context with spare cells."""
-
-    def __init__(self, model, n_spare=N_SPARE):
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch = N_CTX + n_spare, N_TOGETHER
-        params.n_seq_max, params.kv_unified = PARKED_SEQUENCES.stop, True
-        params.n_threads = params.n_threads_batch = 1
-        self.ctx = llama_cpp.llama_init_from_model(model, params)
-        self.memory = llama_cpp.llama_get_memory(self.ctx)
-        self.batch = llama_cpp.llama_batch_init(N_TOGETHER, 0, 1)
-        self.engine = Engine(self.ctx, n_spare)
-        self.parking = ParkedContexts(self.engine)
-        self.tokens, self.root = tokens(), b""
-
-    def close(self):
-        llama_cpp.llama_batch_free(self.batch)
-        llama_cpp.llama_free(self.ctx)
-
-    def ask(self, prompt, root=b""):
-        """Evaluate a prompt; return how many tokens were brought back, or None."""
-        left, self.root = self.root, root
-        taken = self.parking.switch(prompt, self.tokens, root=root, resident_root=left)
-        if taken is None and left != root:  # left by another app's prompt
-            self.tokens = tokens()
-        if taken is not None:
-            self.tokens = prompt[: taken.n_tokens]
-            assert self.positions(0) == list(range(taken.n_tokens))
-        self.evaluate(prompt)
-        return None if taken is None else taken.n_tokens
-
-    def evaluate(self, prompt):
-        n_kept = min(common_prefix(self.tokens, prompt), len(prompt) - 1)
-        assert llama_cpp.llama_memory_seq_rm(self.memory, 0, n_kept, -1)
-        for start in range(n_kept, len(prompt), N_TOGETHER):
-            self.decode(prompt[start : start + N_TOGETHER], start)
-        self.tokens = prompt
-
-    def decode(self, piece, start):
-        self.batch.n_tokens = len(piece)
-        for i, token in enumerate(piece):
-            self.batch.token[i], self.batch.pos[i] = int(token), start + i
-            self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, 0
-            self.batch.logits[i] = False
-        self.batch.logits[len(piece) - 1] = True
-        assert llama_cpp.llama_decode(self.ctx, self.batch) == 0
-
-    def cells(self):
-        """Return position and sequences of each used cell."""
-        blob = (ctypes.c_uint8 * llama_cpp.llama_state_get_size(self.ctx))()
-        assert llama_cpp.llama_state_get_data(self.ctx, blob, len(blob)) == len(blob)
-        blob = bytes(blob)
-        at = 4 + struct.unpack_from("<I", blob)[0]  # after the architecture's name
-        n_streams, n_cells = struct.unpack_from("<II", blob, at)
-        assert n_streams == 1
-        at, found = at + 8, []
-        for _ in range(n_cells):
-            position, n = struct.unpack_from("<iI", blob, at)
-            found.append((position, set(struct.unpack_from(f"<{n}i", blob, at + 8))))
-            at += 8 + 4 * n
-        return found
-
-    def positions(self, sequence):
-        return sorted(position for position, labels in self.cells() if sequence in labels)
-
-    def check(self):
-        """Assert both rules of ``ParkedContexts``, and the content of sequences."""
-        cells = self.cells()
-        n_parked = sum(bool(labels - {0}) for _, labels in cells)
-        assert n_parked == self.parking.n_cells <= self.engine.n_spare
-        assert self.positions(0) == list(range(len(self.tokens)))
-        contexts = self.parking._contexts
-        assert {parked.sequence for parked in contexts} == self.engine.parked
-        assert len(contexts) < len(PARKED_SEQUENCES)
-        for parked in contexts:
-            assert self.positions(parked.sequence) == list(range(len(parked.tokens)))
-
-    def keys(self, sequence=0):
-        """Return a sequence's keys by position; they depend on token and position alone."""
-        blob = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self.ctx, sequence))()
-        llama_cpp.llama_state_seq_get_data(self.ctx, blob, len(blob), sequence)
-        blob = bytes(blob)
-        (n_cells,) = struct.unpack_from("<I", blob, 12)
-        cells = np.frombuffer(blob, "<i4", 3 * n_cells, 16).reshape(n_cells, 3)
-        start = 16 + 12 * n_cells + 8 + 12  # V's order, layers; the keys' type and row
-        n = SHAPE_TINY.n_head_kv * SHAPE_TINY.head_dim
-        keys = np.frombuffer(blob, "<f2", n_cells * n, start).reshape(n_cells, n)
-        return keys[np.argsort(cells[:, 0])]
-
-
-def tokens(*pieces):
-    return np.concatenate([np.zeros(0, dtype=np.int32), *pieces]).astype(np.int32)
 
 
 def piece(n):
@@ -170,6 +61,86 @@ def test_two_contexts_in_turn(app):
         "taken_tokens": len(A) + len(B),
         "parked_given_up": 0,
     }
+
+
+def test_a_context_that_comes_back_keeps_its_label(app):
+    app.ask(A)
+    app.ask(B)
+    (label,) = app.engine.parked
+    longer = tokens(A, piece(10))
+    app.ask(longer)
+    assert app.engine.parked.current == label
+    assert app.positions(label) == list(range(len(A)))  # not the new cells
+    app.ask(tokens(B, piece(5)))
+    app.check()
+    assert app.engine.parked.others() == {label}
+    assert app.positions(label) == list(range(len(longer)))
+
+
+def test_a_kept_label_is_cut_where_the_context_changes(app):
+    app.ask(A)
+    app.ask(B)
+    app.ask(tokens(A, piece(10)))
+    label = app.engine.parked.current
+    changed = tokens(A[:85], piece(30))
+    app.ask(changed)
+    assert app.positions(label) == list(range(85))
+    app.check()
+    app.ask(B)
+    assert app.parking.n_parked(changed, b"") == len(changed) == len(app.positions(label))
+    app.check()
+
+
+def test_a_kept_label_takes_no_cells_beside_a_full_context(app):
+    """Both contexts fill the room: the label of one that came back is on sequence 0's cells."""
+    first, second, third = (tokens(piece(N_CTX)) for _ in range(3))
+    app.ask(first)
+    app.ask(second)
+    app.ask(first)
+    assert app.engine.parked.current is not None
+    app.evaluate(third)
+    assert len(app.cells()) == N_CTX + N_SPARE
+    app.ask(second)
+    app.check()
+    assert app.parking.n_parked(third, b"") == len(third)
+
+
+def test_cells_evaluated_anew_become_those_of_a_parked_context(app):
+    """Llama evaluates the last token again, into a cell beside the one that is parked."""
+    app.ask(tokens(SYSTEM, A))
+    app.ask(tokens(SYSTEM, B[:10]))
+    app.ask(piece(20))
+    app.ask(tokens(SYSTEM, B[:10]))
+    app.ask(SYSTEM)
+    assert len(app.positions(app.engine.parked.current)) == len(SYSTEM) - 1
+    app.ask(tokens(SYSTEM, C))
+    app.ask(piece(30))
+    app.check()
+    assert len(app.cells()) == len(SYSTEM) + len(A) + 20 + len(C) + 30
+
+
+def test_a_label_that_the_host_took_is_made_anew(app):
+    app.ask(A)
+    app.ask(B)
+    app.ask(A)
+    for sequence in (*app.engine.parked,):
+        llama_cpp.llama_memory_seq_rm(app.memory, sequence, -1, -1)
+        app.engine.parked.discard(sequence)
+    app.ask(C)
+    app.check()
+    assert app.ask(tokens(A, C)) == len(A)
+    app.check()
+
+
+def test_another_apps_context_keeps_no_label_of_this_one(app):
+    """Its first tokens may be equal, but shared cells would stay longer."""
+    app.ask(A, b"one")
+    app.ask(B, b"one")
+    app.ask(A, b"one")
+    app.root = b"two"  # as if the host had given these cells to another app
+    app.ask(C, b"one")
+    assert app.parking.n_parked(A, b"two") == len(A)
+    assert app.parking.n_parked(A, b"one") == 0
 
 
 def test_a_context_that_goes_on_is_not_parked(app):
@@ -281,7 +252,7 @@ def test_more_contexts_than_sequences(app):
 
 def test_cells_that_the_app_took_away_are_not_parked(app):
     app.ask(A)
-    llama_cpp.llama_memory_seq_rm(app.memory, 0, 50, -1)
+    app.remove(50)
     app.parking.switch(B, app.tokens)
     assert app.parking.n_cells == 0
     app.tokens = app.tokens[:50]
@@ -307,6 +278,12 @@ def test_giving_up(app):
     app.check()
     assert len(app.cells()) == len(B)
     assert app.ask(A) is None
+    app.ask(B)
+    assert app.ask(A) == len(A)
+    app.parking.clear()
+    app.check()
+    assert not app.engine.parked
+    assert len(app.cells()) == len(A)
 
 
 def test_what_must_be_forgotten_is_gone_with_the_next_request(app):
@@ -356,7 +333,7 @@ def test_ctrl_c_anywhere_gives_no_context_the_cells_of_another(model, name):
             app.ask(each)
         with interruption:
             app.parking.switch(prompt, app.tokens)
-        llama_cpp.llama_memory_seq_rm(app.memory, 0, -1, -1)
+        app.remove(0)
         app.tokens = tokens()
         for each in (C, A, *before, B):
             app.ask(each)
