@@ -259,7 +259,7 @@ class ChunkStore(forks.Forked):
 
     def lock_working_set(self, owner: Hashable, chunks: Iterable[Chunk | None]) -> None:
         """Set the chunks of the context that ``owner`` runs, which leave RAM last (LLMS §3.4)."""
-        with self._residency.changing():
+        with self._residency.lock:  # one assignment: no signal leaves half of it
             self._residency.lock_working_set(owner, filter(None, chunks))
 
     # -- memory of the process ------------------------------------------------------------------

@@ -94,6 +94,8 @@ class RamSpace:
     def lend(self, owner: Hashable, n_bytes: int) -> int:
         """Lend RAM-tier bytes to ``owner``, evicting chunks if needed; return the bytes lent."""
         self.remove_closed_owners()
+        if n_bytes == self._residency.lent(owner):  # as at most switches
+            return n_bytes
         self.process.claim(n_bytes - self._residency.lent(owner))
         for flushed in (False, True):
             with self._residency.changing():
