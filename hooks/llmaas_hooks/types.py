@@ -114,9 +114,9 @@ class Engine(Protocol):
         """Number of last prompt tokens for which this request computes logits and final states.
 
         The number is 1 at the start of each request. A plugin may raise it in
-        ``llmaas_request_begin``, never lower it. The host then evaluates these tokens even if their
-        cells are there. The number is 1 again once the request's first token is there. It stays 1
-        if the request continues from cells whose tokens are unknown.
+        ``llmaas_request_begin``, never lower it. Tokens whose cells are there are not evaluated
+        again, so they give neither. The number is 1 again once the request's first token is there.
+        It stays 1 if the request continues from cells whose tokens are unknown.
         """
 
     @n_outputs.setter

@@ -23,13 +23,15 @@ from llmaas_hooks import (
     forks,
     hookimpl,
 )
-from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.archive.files import EVIDENCE, SELECTED
 from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
 from llmaas_plugins.knn_lm.build.learner import Learner
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.drafts.registry import DraftRegistry
+from llmaas_plugins.knn_lm.mixing.evidence import Evidence
+from llmaas_plugins.knn_lm.mixing.judgment import Judgment
 from llmaas_plugins.knn_lm.mixing.mixer import MixCounts, Mixer, Mixing, MixSource
 from llmaas_plugins.knn_lm.opened import Opened
 
@@ -48,14 +50,11 @@ class _Served:
         engine: The engine.
         mixer: Mixer of the engine's logits.
         fingerprint: Fingerprint of the engine's model.
-        can_rewind: Whether tokens already in its cells can be evaluated again, so that prompts can
-            be judged.
     """
 
     engine: Engine
     mixer: Mixer
     fingerprint: bytes
-    can_rewind: bool
 
 
 class KnnLM:
@@ -77,6 +76,7 @@ class KnnLM:
         self._opened: Opened | None = None
         self._unserved: dict[str, str] = {}
         self._counts = MixCounts()
+        self._evidence = Evidence(self._path.parent / EVIDENCE)
         self._drafts = DraftRegistry(self._path.parent, shares=config.share_across_apps)
         params = SelectionParams(config.size, config.k, config.dims)
         self._learner = Learner(
@@ -167,7 +167,8 @@ class KnnLM:
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
         """Stop mixing; the device may be idle now."""
-        self._interruptible.pop(id(request), None)
+        if (begun := self._interruptible.pop(id(request), None)) is not None:
+            begun[1].end()
         if self._config.learn:
             self._learner.request_ended(request)
         if self._begun.get(request.engine.ctx) != id(request):
@@ -189,7 +190,19 @@ class KnnLM:
         """Mix logits before a token is sampled from them (Eqs 1, 2, 32 and 33)."""
         if (served := self._served.get(view.ctx)) is not None:
             served.mixer.restore(view)
-            served.mixer.mix(view)
+            if served.engine.n_outputs > 1:  # nothing may have been evaluated
+                served.mixer.recall()
+            llama = served.engine.llama
+            end = llama.n_tokens + view.index + 1 if view.index < 0 else llama.n_tokens  # in a seat
+            served.mixer.mix(view, llama.input_ids[:end])
+
+    @hookimpl
+    def llmaas_kv_evict(self, context_id: str) -> int:
+        """Erase what is remembered of a context's tokens."""
+        for _, mixing, _ in list(self._interruptible.values()):
+            mixing.forget(context_id)
+        self._evidence.forget(context_id)
+        return 0
 
     @hookimpl
     def llmaas_memory(self) -> list[MemoryClaim]:
@@ -213,6 +226,7 @@ class KnnLM:
             "memory_bytes": 0 if opened is None else opened.datastore.memory_bytes,
             "key": None if opened is None else opened.key,
             "mixture": None if opened is None else opened.settings.mixture.as_json(),
+            "remembered_gains": len(self._evidence),
             "k": self._config.k,
             "skip_above": None if opened is None else opened.settings.skip_above,
             **dataclasses.asdict(self._counts),
@@ -228,6 +242,7 @@ class KnnLM:
         """Stop learning and close the datastore."""
         with contextlib.ExitStack() as closing:  # runs every step, even after a Ctrl-C
             closing.callback(self._close)
+            closing.callback(self._save_evidence)
             closing.callback(self._drafts.close)
             closing.callback(self._learner.close)
 
@@ -243,10 +258,18 @@ class KnnLM:
         mixes = self._config.alpha != 0 and self._config.skip_above != 0
         is_on = _NAME not in request.declined
         source = self._source_for(request.app, opened) if is_on else None
-        look_back = self._config.look_back if source is not None and mixes else 0
-        served.mixer.begin(source, request.tokens, look_back)
-        engine.n_outputs = max(1, look_back) if served.can_rewind else 1
-        self._interruptible[id(request)] = served, served.mixer.mixing, engine.n_outputs
+        look_back = self._config.look_back if mixes else 0
+        judgment = self._judgment(request, source, look_back) if source and look_back else None
+        mixing = Mixing(source, judgment)
+        served.mixer.resume(mixing)
+        engine.n_outputs = 1 if judgment is None else look_back
+        self._interruptible[id(request)] = served, mixing, engine.n_outputs
+
+    def _judgment(self, request: Request, source: MixSource, look_back: int) -> Judgment:
+        """Return the judgment of a datastore in a request that begins."""
+        self._evidence.bind(source.datastore.digest)
+        root = self._evidence.root(request.app, source.ranges, source.settings)
+        return Judgment(request.tokens, look_back, self._evidence, root, request.context_id)
 
     def _source_for(self, app: str | None, opened: Opened | None) -> MixSource | None:
         """Return the pairs that an app may use, or None if there are no such pairs."""
@@ -310,7 +333,7 @@ class KnnLM:
         self._require_model(opened.datastore, engine.llama, model)
         if engine.ctx not in self._served:
             mixer = Mixer(native, opened.key, self._counts)
-            self._served[engine.ctx] = _Served(engine, mixer, model, engine.can_drop_tokens)
+            self._served[engine.ctx] = _Served(engine, mixer, model)
         return None
 
     def _require_model(self, datastore: Datastore, llama: Any, model: bytes) -> None:
@@ -345,6 +368,11 @@ class KnnLM:
             if wanted != (key, served.fingerprint):
                 self._drop(ctx)
         self._opened = opened
+
+    def _save_evidence(self) -> None:
+        """Write what was remembered, unless the datastore that it is about is gone."""
+        if self._opened is not None and self._is_current():
+            self._evidence.save()
 
     def _drop(self, ctx: int) -> None:
         if (served := self._served.pop(ctx, None)) is not None:

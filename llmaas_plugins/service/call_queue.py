@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import ConfigError, Levels, LimitError, LlmaasError, Promise, StoreError, forks
 from llmaas_hooks.request_scope import at_levels, keep_scope, noting, promising, serving_context
 from llmaas_patches.grammars import grammar_text
-from llmaas_plugins.activation import Suite, active_suite
+from llmaas_plugins.activation import active_suite
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.service.context_log import ContextLog, ContextRecord
 from llmaas_plugins.service.level_arguments import check_levels
@@ -174,7 +174,7 @@ class CallQueue(forks.Forked):
         return self.reserve.lent_to(lambda: self._forget(context_ids))
 
     def _forget(self, context_ids: Sequence[str]) -> int:
-        suite = _suite_with_kv()
+        suite, has_kv = active_suite(), _stores_kv()
         try:
             freed = 0 if suite is None else sum(map(suite.evict, context_ids))
         finally:
@@ -182,7 +182,7 @@ class CallQueue(forks.Forked):
         for counted in list(self._counted.values()):
             counted.difference_update(context_ids)
         for context_id in context_ids:
-            if suite is None:
+            if not has_kv:
                 self._log.leave_deletion(context_id)
             elif context_id not in self._running:
                 self._log.end_deletion(context_id)
@@ -190,7 +190,7 @@ class CallQueue(forks.Forked):
 
     def finish_deletions(self) -> None:
         """Finish deletions that earlier services began, as far as a plugin can find the KV."""
-        names = self._log.deletions(with_kv=_suite_with_kv() is not None)
+        names = self._log.deletions(with_kv=_stores_kv())
         try:
             if names:
                 self.forget(names)
@@ -232,7 +232,7 @@ class CallQueue(forks.Forked):
             with self._at_the_engine():
                 name = load().id
                 self._running.add(name)
-                if _suite_with_kv() is not None:
+                if _stores_kv():
                     self._log.expect_kv(name)
                 record = load()  # fails if it was deleted; later deletions see the call
             yield record
@@ -274,10 +274,10 @@ class CallQueue(forks.Forked):
         return self._is_closed or self._calls[0] is call
 
 
-def _suite_with_kv() -> Suite | None:
-    """Return the active suite if a plugin in it erases KV."""
+def _stores_kv() -> bool:
+    """Return whether a plugin of the active suite stores KV."""
     suite = active_suite()
-    return suite if suite is not None and suite.hooks.listens("llmaas_kv_evict") else None
+    return suite is not None and suite.hooks.listens("llmaas_kv_restore")
 
 
 def _n_said(llama: Any) -> int:

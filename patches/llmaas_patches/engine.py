@@ -134,17 +134,9 @@ class LlamaEngine:
         """Whether the app warms the engine up (``llama_set_warmup``)."""
         return self._tracker.is_warming_up
 
-    def make_room_for_outputs(self, n_prompt: int) -> int | None:
-        """Drop the cells of tokens that must give logits, so that ``Llama`` evaluates them again.
-
-        Returns:
-            Number of prompt tokens before those; None if only the last token must give logits.
-        """
-        if self.n_outputs <= 1:
-            return None
-        first = max(0, n_prompt - self.n_outputs)
-        self.shorten(first)
-        return first
+    def first_output(self, n_prompt: int) -> int | None:
+        """Return the first prompt token that gives logits; None if only the last one does."""
+        return None if self.n_outputs <= 1 else max(0, n_prompt - self.n_outputs)
 
     @contextmanager
     def giving_outputs(self, first: int | None) -> Iterator[None]:

@@ -19,6 +19,7 @@ from llmaas_plugins.files.private_files import PrivateFiles
 
 __all__ = [
     "DROPPED",
+    "EVIDENCE",
     "FILES",
     "FORGOTTEN",
     "INBOX",
@@ -40,6 +41,7 @@ SELECTED = "datastore.knn"
 ONLINE = "online.npz"
 INBOX = "inbox"
 FORGOTTEN = "forgotten"
+EVIDENCE = "evidence"
 
 _SEGMENT = re.compile(r"(\d{6})\.(\d{1,9})\.segment")
 PARTIAL = ".partial"  # suffix of a file that is still being written
@@ -50,7 +52,8 @@ _BLOCK = 1 << 20
 def _is_own(name: str) -> bool:
     stem = _stem(name)
     return (
-        stem in (LOCK, SELECTED, ONLINE, INBOX, FORGOTTEN) or _SEGMENT.fullmatch(stem) is not None
+        stem in (LOCK, SELECTED, ONLINE, INBOX, FORGOTTEN, EVIDENCE)
+        or _SEGMENT.fullmatch(stem) is not None
     )
 
 

@@ -177,6 +177,11 @@ class Datastore:
         return self._file.fingerprint
 
     @property
+    def digest(self) -> bytes:
+        """Digest of the content, 32 bytes."""
+        return self._file.digest
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of memory that the arrays take."""
         basis = () if self._basis is None else (self._basis.mean, self._basis.axes)

@@ -7,6 +7,7 @@ which stay in the file, are verified row by row when they are read.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,6 +78,15 @@ class DatastoreFile:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the header, which has the sums of all arrays: another content has another one.
+
+        It has 32 bytes.
+        """
+        header = repr((self.counts, self.fingerprint, self._sums)).encode()
+        return hashlib.blake2b(header, digest_size=32).digest()
 
     @property
     def keys_at(self) -> int:

@@ -20,8 +20,9 @@ from llmaas_hooks.native import States
 from llmaas_plugins._native import logits_mix, logits_peek
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore, Neighbors
+from llmaas_plugins.knn_lm.mixing.judgment import Bets, Judgment, p_mix
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
-from llmaas_plugins.knn_lm.mixing.trust import PromptTrust
+from llmaas_plugins.knn_lm.mixing.trust import UNJUDGED, log_gain
 
 __all__ = ["MixCounts", "MixSettings", "MixSource", "Mixer", "Mixing"]
 
@@ -94,6 +95,11 @@ class MixSource:
     settings: MixSettings
     ranges: tuple[range, ...] | None = None
 
+    @property
+    def mixture(self) -> Mixture:
+        """Parameters of the mixture."""
+        return self.settings.mixture
+
     def search(self, query: npt.NDArray[np.float32]) -> Neighbors:
         """Return the nearest pairs."""
         return self.datastore.search(query, self.settings.k, self.ranges)
@@ -104,11 +110,21 @@ class Mixing(NamedTuple):
 
     Attributes:
         source: Datastore, or None to mix nothing.
-        trust: Judgment of the datastore on the request's prompt, or None to trust it always.
+        judgment: Judgment of the datastore in the request, or None to trust it always.
     """
 
     source: MixSource | None
-    trust: PromptTrust | None
+    judgment: Judgment | None
+
+    def end(self) -> None:
+        """Remember the judgment of the answer for prompts that follow it."""
+        if self.judgment is not None:
+            self.judgment.end()
+
+    def forget(self, context_id: str) -> None:
+        """Remember nothing more if the request is in this persistent context, which is erased."""
+        if self.judgment is not None:
+            self.judgment.forget(context_id)
 
 
 class Mixer:
@@ -125,7 +141,7 @@ class Mixer:
         self._edits: dict[int, _Edit | None] = {}
         self._former: dict[int, _Edit | None] = {}
         self._source: MixSource | None = None
-        self._trust: PromptTrust | None = None
+        self._judgment: Judgment | None = None
 
     def close(self) -> None:
         """Stop capturing hidden states."""
@@ -138,32 +154,32 @@ class Mixer:
         self._edits.clear()
         self._former.clear()
 
-    def begin(self, source: MixSource | None, prompt: Tokens, look_back: int) -> None:
-        """Begin a request, which may sample from rows that were mixed for the request before.
-
-        Args:
-            source: Datastore to mix in until the next request, even if it is replaced meanwhile;
-                None mixes nothing.
-            prompt: Tokens of the prompt.
-            look_back: Number of the prompt's last tokens on which the datastore is judged; 0 always
-                trusts it.
-        """
-        self.resume(Mixing(source, PromptTrust(prompt, look_back) if look_back else None))
-
     @property
     def mixing(self) -> Mixing:
         """Datastore and judgment of the request in progress."""
-        return Mixing(self._source, self._trust)
+        return Mixing(self._source, self._judgment)
 
     def resume(self, mixing: Mixing) -> None:
-        """Go on with a request after other requests used the context."""
+        """Begin a request, or go on with it after other requests used the context.
+
+        It may sample from rows that were mixed for the request before.
+
+        Args:
+            mixing: Datastore to mix in until the next request, even if it is replaced meanwhile,
+                and its judgment.
+        """
         self._former |= self._edits
         self._edits.clear()
-        self._source, self._trust = mixing
+        self._source, self._judgment = mixing
 
     def end(self) -> None:
         """End the request, so that tokens that the app samples itself come from the model alone."""
         self._source = None
+
+    def recall(self) -> None:
+        """Recall how well the datastore predicted tokens that are not evaluated again."""
+        if self._judgment is not None:
+            self._judgment.recall()
 
     def judge(self, ctx: int, n_past: int, n_tokens: int) -> None:
         """Judge the datastore on the end of a prompt that was just evaluated (see ``trust``).
@@ -173,29 +189,36 @@ class Mixer:
             n_past: Tokens evaluated before this batch.
             n_tokens: Tokens in this batch.
         """
-        judgment = self._trust
+        judgment = self._judgment
         if judgment is None or self._source is None:
             return
+        judgment.recall()
         if not self._has_keys_level:
             judgment.give_up()
         with self._unless_forgotten(self._source) as source:
-            for n_behind, token in judgment.take(n_past, n_tokens, len(self._rows)):
+            for place, n_behind, token in judgment.take(n_past, n_tokens, len(self._rows)):
                 logits = _logits(ctx, -1 - n_behind)
                 info = logits_peek(logits)
                 p_lm = math.exp(float(logits[token]) - info.log_sum_exp)
+                gain = UNJUDGED
                 if info.max_prob < source.settings.skip_above and p_lm > 0:
-                    row = self._rows[-1 - n_behind]
-                    judgment.observe(_p_mix(token, p_lm, info.max_prob, row, source), p_lm)
+                    found, mixture = source.search(self._rows[-1 - n_behind]), source.mixture
+                    gain = log_gain(p_mix(token, p_lm, info.max_prob, found, mixture), p_lm)
+                judgment.learn(place, gain)
 
     def restore(self, view: LogitsView) -> None:
         """Restore the model's own logits in a row that was mixed for an earlier request."""
         if self._former and (edit := self._former.pop(_n_behind(view), None)) is not None:
             edit.undo(view.logits)
 
-    def mix(self, view: LogitsView) -> None:
+    def mix(self, view: LogitsView, tokens: Tokens) -> None:
         """Mix neighbors into a row of logits, in place and only once.
 
         Rows are counted from the last, because states of a failed batch may precede the first.
+
+        Args:
+            view: The row.
+            tokens: Tokens up to the one whose row it is.
         """
         source, n_behind = self._source, _n_behind(view)
         if source is None or n_behind in self._edits:
@@ -208,18 +231,26 @@ class Mixer:
         if not self._has_keys_level:
             self._counts.at_other_levels += 1
             return
-        skip_above = source.settings.skip_above
-        if skip_above < 1 and logits_peek(view.logits).max_prob >= skip_above:
+        skip_above, judgment = source.settings.skip_above, self._judgment
+        info = logits_peek(view.logits)
+        is_sure = info.max_prob >= skip_above
+        if is_sure and skip_above < 1:
             self._counts.skipped += 1
+            if judgment is not None:
+                judgment.sampled(tokens, None)
             return
-        trust = 1.0 if self._trust is None else self._trust.trust.weight
+        trust = 1.0 if judgment is None else judgment.trust.weight
         if trust == 0:
             self._counts.distrusted += 1
             return
         started = time.perf_counter()
         with self._unless_forgotten(source):
-            self._edits[n_behind] = _mix(view.logits, self._rows[row], source, trust)
+            found = source.search(self._rows[row])
+            edit = self._edits[n_behind] = _mix(view.logits, found, source.mixture, trust)
             self._counts.mixed += 1
+            if judgment is not None:
+                bets = None if is_sure else Bets(found, edit.before, info, source.mixture)
+                judgment.sampled(tokens, bets)
         self._counts.search_s += time.perf_counter() - started
 
     @contextlib.contextmanager
@@ -248,9 +279,8 @@ class _Edit:
 
 
 def _mix(
-    logits: npt.NDArray[np.float32], query: npt.NDArray[np.float32], source: MixSource, trust: float
+    logits: npt.NDArray[np.float32], found: Neighbors, mixture: Mixture, trust: float
 ) -> _Edit:
-    found, mixture = source.search(query), source.settings.mixture
     before = logits[found.values]
     theta = mixture.theta
     # a weight is equivalent to a smaller distance: w exp(-d/theta) = exp(-(d - theta log w)/theta)
@@ -258,18 +288,6 @@ def _mix(
     alpha = trust * mixture.alpha
     logits_mix(logits, found.values, distances, alpha, mixture.beta, theta, mixture.far)
     return _Edit(found.values, before, logits[found.values])
-
-
-def _p_mix(
-    token: int, p_lm: float, p_max: float, query: npt.NDArray[np.float32], source: MixSource
-) -> float:
-    """Return the mixture's probability of a token, with full trust."""
-    found = source.search(query)
-    hits = (found.values == token)[None]
-    each = (np.array([p], np.float32) for p in (p_lm, p_max))
-    mixture = source.settings.mixture
-    p = mixture.probability(found.distances[None], hits, found.weights[None], *each)
-    return float(p[0])
 
 
 def _logits(ctx: int, i: int) -> npt.NDArray[np.float32]:

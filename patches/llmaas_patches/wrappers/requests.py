@@ -246,7 +246,7 @@ def _prepare(host: Host, end: End) -> int | None:
     """Call the begin hooks, and restore cells.
 
     Returns:
-        First token that must give logits; None if only the last one must.
+        First token that gives logits if it is evaluated; None if only the last one does.
     """
     engine, request, resets = end.engine, end.request, end.run.resets
     shortens = resets and host.hooks.listens("llmaas_shorten") and _may_shorten(engine, request)
@@ -264,10 +264,7 @@ def _prepare(host: Host, end: End) -> int | None:
         return None
     end.is_sound = True
     end.n_reused = _restore(host, engine, request)
-    first_output = engine.make_room_for_outputs(len(request.tokens))
-    if first_output is not None:
-        end.n_reused = min(end.n_reused, first_output)
-    return first_output
+    return engine.first_output(len(request.tokens))
 
 
 def _may_shorten(engine: LlamaEngine, request: Request) -> bool:

@@ -61,7 +61,7 @@ def in_sequences(llama):
 
 
 def test_no_app_reuses_the_cells_of_another_ones_interrupted_request(make, patched, monkeypatch):
-    interrupts = Interrupts(monkeypatch, LlamaEngine, "make_room_for_outputs")
+    interrupts = Interrupts(monkeypatch, LlamaEngine, "first_output")
     ear = Ear()
 
     class OnlyForB(Parks):

@@ -11,7 +11,7 @@ from mixtures import Scene, held_out, literal, scene
 
 from llmaas_plugins._native import logits_mix
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
-from llmaas_plugins.knn_lm.mixing.mixer import MixSettings, MixSource, _mix
+from llmaas_plugins.knn_lm.mixing.mixer import _mix
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
 MIXTURES = [
@@ -134,7 +134,7 @@ def test_a_datastores_neighbors_are_mixed_in_with_their_weights(tmp_path):
         distances = ((keys.astype(np.float64) - query) ** 2).sum(axis=1)
         near = np.argsort(distances)[:k]
         wanted = literal(softmax(logits), values[near], distances[near], weights[near], mixture)
-        _mix(logits, query, MixSource(datastore, MixSettings(mixture, k, 1.0)), 1.0)
+        _mix(logits, datastore.search(query, k), mixture, 1.0)
         assert np.allclose(softmax(logits), wanted, atol=2e-5)
     datastore.close()
 

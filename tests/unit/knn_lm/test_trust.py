@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmaas_plugins.knn_lm.mixing.trust import PromptTrust, Trust, trust_before
+from llmaas_plugins.knn_lm.mixing.trust import (
+    UNJUDGED,
+    PromptTrust,
+    Trust,
+    log_gain,
+    trust_before,
+)
 
 PROBABILITIES = st.lists(
     st.tuples(st.floats(2**-20, 1, width=32), st.floats(2**-20, 1, width=32)), max_size=60
@@ -91,47 +97,67 @@ def test_extreme_bets_are_bounded(p_mix, p_lm, weight):
     assert trust.weight == pytest.approx(PRIOR, abs=1e-9)
 
 
-def judged(n_prompt, look_back, batches, n_rows=None):
-    """Return the judged tokens of a prompt 0, 1, 2, … that is evaluated in these batches."""
+def judged(n_prompt, look_back, batches, n_past=0, n_rows=None):
+    """Return the judged places of a prompt 0, 1, 2, … that is evaluated in these batches."""
     judgment = PromptTrust(np.arange(n_prompt, dtype=np.int32), look_back)
-    found, n_past = [], 0
+    found = []
     for n in batches:
         taken = judgment.take(n_past, n, n if n_rows is None else n_rows)
+        assert all(n_past <= place < n_past + n for place in taken)
         n_past += n
-        for n_behind, token in taken:
-            assert n_past - 1 - n_behind == token - 1  # the row before a token predicts it
-            found.append(token)
-            judgment.observe(0.2, 0.1)
+        for place in taken:
+            found.append(place)
+            judgment.learn(place, log_gain(0.2, 0.1))
     return found, judgment.trust.weight
 
 
 @pytest.mark.parametrize("batches", [[30], [29, 1], [15, 15], [1] * 30, [7, 20, 2, 1], [30, 1, 1]])
 def test_the_same_tokens_are_judged_in_whatever_batches_they_come(batches):
     found, weight = judged(30, 8, batches)
-    assert found == list(range(23, 30))
+    assert found == list(range(22, 29))
     assert weight == judged(30, 8, [30])[1] > PRIOR
 
 
 def test_all_but_the_first_are_judged_of_a_short_prompt():
-    assert judged(5, 64, [5])[0] == [1, 2, 3, 4]
+    assert judged(5, 64, [5])[0] == [0, 1, 2, 3]
     assert judged(1, 64, [1]) == ([], PRIOR)
+    assert judged(9, 1, [9]) == ([], PRIOR)
 
 
 def test_cells_before_the_last_tokens_do_not_matter():
-    judgment = PromptTrust(np.arange(30, dtype=np.int32), 8)
-    assert [token for _, token in judgment.take(22, 8, 8)] == list(range(23, 30))
+    assert judged(30, 8, [8], n_past=22) == judged(30, 8, [30])
 
 
-@pytest.mark.parametrize(
-    ("start", "n", "n_rows"), [(23, 7, 7), (22, 9, 9), (22, 8, 7)], ids=["late", "longer", "rows"]
-)
-def test_a_prompt_whose_last_tokens_were_not_all_seen_has_the_prior(start, n, n_rows):
+@pytest.mark.parametrize(("n_past", "n_rows"), [(25, 5), (20, 5)], ids=["cells", "rows"])
+def test_tokens_without_states_are_left_out(n_past, n_rows):
+    found, weight = judged(30, 8, [30 - n_past], n_past, n_rows)
+    assert found == list(range(25, 29))
+    assert weight == judged(30, 5, [30])[1] > PRIOR
+
+
+def test_remembered_gains_count_in_their_order():
+    gains = [0.5, -2.0, 1.0, UNJUDGED, -0.25, 0.75, -1.0]
+    whole, some = (PromptTrust(np.arange(30, dtype=np.int32), 8) for _ in range(2))
+    for place, gain in zip(whole.missing, gains, strict=True):
+        whole.learn(place, gain)
+    for place, gain in reversed(list(zip(some.missing, gains, strict=True))):
+        if place >= 25:
+            some.learn(place, gain)
+    assert some.missing == some.take(22, 8, 8) == [22, 23, 24]
+    before = some.trust.weight
+    for place, gain in zip([22, 23, 24], gains, strict=False):
+        some.learn(place, gain)
+    assert some.trust.weight == whole.trust.weight != before
+
+
+def test_other_tokens_than_the_prompt_s_give_the_prior():
     judgment = PromptTrust(np.arange(30, dtype=np.int32), 8)
-    assert judgment.take(start, n, n_rows) == []
-    judgment.observe(0.2, 0.1)
-    assert judgment.take(22, 8, 8) == []
+    for place in judgment.take(0, 28, 28):
+        judgment.learn(place, 1.0)
+    assert judgment.trust.weight > PRIOR
+    assert judgment.take(28, 9, 9) == []
     assert judgment.trust.weight == PRIOR
 
 
-def test_one_that_is_half_evaluated_has_the_prior():
-    assert judged(30, 8, [25])[1] == PRIOR
+def test_one_that_is_half_evaluated_has_the_trust_of_that_half():
+    assert judged(30, 8, [26])[0] == list(range(22, 26))

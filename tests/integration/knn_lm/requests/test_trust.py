@@ -33,7 +33,7 @@ class TestTrust:
         stream = llama.generate(tokens, temp=0.0)
         for _ in range(n):
             next(stream)
-        return mixer_of(suite, llama)._trust.trust.weight
+        return mixer_of(suite, llama)._judgment.trust.weight
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -71,7 +71,7 @@ class TestTrust:
             with monkeypatch.context() as patch:
                 patch.setattr(llama._ctx, "decode", fail)
                 with pytest.raises(RuntimeError, match="client"):
-                    self.weight(suite, llama, self.KNOWN)
+                    self.weight(suite, llama, self.KNOWN[:-30])
             assert self.weight(suite, llama, self.KNOWN) == expected
 
     def test_is_the_same_after_a_restart_that_restores_cells(self, make, mixing, tmp_path):
@@ -93,10 +93,10 @@ class TestTrust:
             llama.eval(tokens[:20])
             stream = llama.generate(tokens[20:], temp=0.0, reset=False)
             next(stream)
-            assert mixer_of(suite, llama)._trust.trust.weight == pytest.approx(0.25)
+            assert mixer_of(suite, llama)._judgment.trust.weight == pytest.approx(0.25)
 
     def test_nothing_is_searched_for_a_text_that_it_does_not_know(self, make, mixing, monkeypatch):
-        monkeypatch.setattr("llmaas_plugins.knn_lm.mixing.mixer._p_mix", lambda *_: 1e-6)
+        monkeypatch.setattr("llmaas_plugins.knn_lm.mixing.mixer.p_mix", lambda *_: 1e-6)
         with mixing(look_back=32) as suite, contextlib.closing(make()) as llama:
             tokens = llama.generate(llama.tokenize(QUESTIONS[2].encode()), temp=0.0)
             next(tokens)
