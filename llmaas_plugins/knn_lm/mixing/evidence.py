@@ -151,7 +151,7 @@ class Evidence:
                 return
             with self._file(os.O_RDWR | os.O_CREAT) as fd:
                 assert fd is not None
-                self._write(fd, self._merged(_parse(_content(fd))))
+                _overwrite(fd, self._merged(_parse(_content(fd))).pack())
             self._new.clear()
 
     def forget(self, context_id: str) -> None:
@@ -165,12 +165,14 @@ class Evidence:
                 del self._gains[key]
                 self._new.discard(key)
             with self._file(os.O_RDWR) as fd:
-                found = None if fd is None else _parse(_content(fd))
-                if fd is None or found is None:
+                if fd is None:
+                    return
+                if (found := _parse(_content(fd))) is None:
+                    _overwrite(fd, b"")  # a crash may have cut off its last writing
                     return
                 left = {k: kept for k, kept in found.gains.items() if kept.context_id != context_id}
                 if len(left) < len(found.gains):
-                    self._write(fd, found._replace(gains=left))
+                    _overwrite(fd, found._replace(gains=left).pack())
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -199,15 +201,6 @@ class Evidence:
             before = {key: kept for key, kept in found.gains.items() if key not in new}
         last = list((before | new).items())[-MOST_GAINS:]
         return _File(self._datastore, self._secret, dict(last))
-
-    @staticmethod
-    def _write(fd: int, content: _File) -> None:
-        """Overwrite the file; a crash leaves a damaged one, which counts as empty."""
-        data = content.pack()
-        n_before = os.fstat(fd).st_size
-        write(fd, data + bytes(max(0, n_before - len(data))), 0)
-        os.fsync(fd)
-        os.ftruncate(fd, len(data))
 
 
 class _File(NamedTuple):
@@ -271,6 +264,14 @@ def _parse(content: bytes) -> _File | None:
 
 def _content(fd: int) -> bytes:
     return read(fd, min(os.fstat(fd).st_size, _MOST_FILE_BYTES), 0)
+
+
+def _overwrite(fd: int, data: bytes) -> None:
+    """Overwrite the file; a crash leaves a damaged one, which counts as empty."""
+    n_before = os.fstat(fd).st_size
+    write(fd, data + bytes(max(0, n_before - len(data))), 0)
+    os.fsync(fd)
+    os.ftruncate(fd, len(data))
 
 
 def _wait_for_lock(fd: int, path: Path) -> None:

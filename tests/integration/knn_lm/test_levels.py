@@ -86,3 +86,19 @@ def test_only_what_the_whole_model_computes_is_mixed(model, tmp_path):
     assert [found[0], found[2]] == [alone[0], alone[2]]
     assert found[1] != alone[1]
     assert (report["mixed"], report["at_other_levels"]) == (8, 16)
+
+
+def test_gains_are_those_of_the_whole_model(model, tmp_path):
+    stored(model).write(tmp_path)
+    own = {"store": str(tmp_path), "look_back": 32, "k": 16}
+    with (
+        activate({"on_error": "raise", "plugins": {"elastic": {}, "knn_lm": own}}) as suite,
+        contextlib.closing(Llama(str(model), **ENGINE)) as llama,
+    ):
+        n_remembered = []
+        for level in (0.5, 1.0, 0.5):
+            llama.reset()
+            with elastic.level(level):
+                llama(f"User: {QUESTIONS[0]}\nAssistant:", max_tokens=8, temperature=0.0)
+            n_remembered.append(suite.status()["plugins"]["knn_lm"]["remembered_gains"])
+    assert n_remembered[0] == 0 < n_remembered[1] == n_remembered[2]
