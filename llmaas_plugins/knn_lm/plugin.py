@@ -269,7 +269,7 @@ class KnnLM:
         """Return the judgment of a datastore in a request that begins."""
         self._evidence.bind(source.datastore.digest)
         root = self._evidence.root(request.app, source.ranges, source.settings)
-        return Judgment(request.tokens, look_back, self._evidence, root, request.context_id)
+        return Judgment(request, look_back, source.mixture, self._evidence, root)
 
     def _source_for(self, app: str | None, opened: Opened | None) -> MixSource | None:
         """Return the pairs that an app may use, or None if there are no such pairs."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from llmaas_hooks import Tokens
+from llmaas_hooks import Request, Tokens
 from llmaas_plugins._native import LogitsInfo
 from llmaas_plugins.knn_lm.datastore.datastore import Neighbors
 from llmaas_plugins.knn_lm.mixing.evidence import ANY_OTHER, Evidence, Prefix
@@ -18,42 +18,24 @@ from llmaas_plugins.knn_lm.mixing.trust import UNJUDGED, PromptTrust, Trust, log
 
 __all__ = ["Bets", "Judgment", "p_mix"]
 
+_VOTES = ("distances", "weights")
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Bets:
-    """Prediction of a token that was not known yet.
+
+class Bets(NamedTuple):
+    """Prediction of a token that is not known yet.
 
     Attributes:
         found: Neighbors of the hidden state.
         logits: The model's logits of the neighbors' values.
         info: How certain the model was.
-        mixture: Parameters of the mixture.
     """
 
     found: Neighbors
     logits: npt.NDArray[np.float32]
     info: LogitsInfo
-    mixture: Mixture
-
-    def gains(self) -> dict[int, float]:
-        """Return the gain of each token that a neighbor names, after that of ``ANY_OTHER``.
-
-        The ratio of both probabilities is the same for all tokens without a neighbor.
-        """
-        tokens, places = np.unique(self.found.values, return_index=True)
-        logits = self.logits[places].astype(np.float64)
-        p_lm = np.exp(logits - self.info.log_sum_exp).tolist()
-        each = [(ANY_OTHER, 1.0), *zip(tokens.tolist(), p_lm, strict=True)]
-        return {token: self._gain(token, p) for token, p in each}
-
-    def _gain(self, token: int, p_lm: float) -> float:
-        if p_lm == 0:
-            return UNJUDGED
-        return log_gain(p_mix(token, p_lm, self.info.max_prob, self.found, self.mixture), p_lm)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sampled:
+class _Sampled(NamedTuple):
     """State from which a token of the answer was sampled.
 
     Attributes:
@@ -68,38 +50,32 @@ class _Sampled:
     bets: Bets | None
     next_token: int | None = None
 
-    def gains(self) -> dict[int, float]:
-        """Return the gains of the next token, or of all tokens that may come next."""
-        gains = {ANY_OTHER: UNJUDGED} if self.bets is None else self.bets.gains()
-        if self.next_token is None:
-            return gains
-        return {self.next_token: gains.get(self.next_token, gains[ANY_OTHER])}
-
 
 class Judgment:
     """Trust in the datastore for one request, with the gains that are remembered for later ones."""
 
     def __init__(
         self,
-        prompt: Tokens,
+        request: Request,
         look_back: int,
+        mixture: Mixture,
         evidence: Evidence,
         root: bytes,
-        context_id: str | None,
     ) -> None:
         """Start without gains.
 
         Args:
-            prompt: Tokens of the prompt.
+            request: The request.
             look_back: Number of the prompt's last tokens on which the datastore is judged.
+            mixture: Parameters of the mixture.
             evidence: Gains of earlier requests.
             root: Hash of what the gains depend on beside the tokens.
-            context_id: Persistent context of the request, or None.
         """
-        self._prompt, self._look_back = prompt, look_back
+        prompt = self._prompt = request.tokens
+        self._mixture = mixture
         self._on_prompt = PromptTrust(prompt, look_back)
         self._evidence: Evidence | None = evidence
-        self._root, self._context_id = root, context_id
+        self._root, self._context_id = root, request.context_id
         self._text: Prefix | None = None
         self._prefixes: dict[int, bytes] = {}
         self._answer: deque[_Sampled] = deque(maxlen=look_back)
@@ -154,16 +130,32 @@ class Judgment:
         """
         if self._text is None:
             return  # the prompt is not all that precedes the answer
-        answer = self._answer
-        if answer and answer[-1].n_tokens < len(tokens):
-            answer[-1] = replace(answer[-1], next_token=int(tokens[answer[-1].n_tokens]))
-        answer.append(_Sampled(self._text.upto(tokens), len(tokens), bets))
+        if self._answer:
+            before = self._answer[-1]
+            if len(tokens) <= before.n_tokens:
+                return  # it was evaluated again
+            if before.n_tokens == len(self._prompt):  # prompts may go on otherwise
+                self._keep_all(self._answer.pop())
+            else:
+                self._answer[-1] = before._replace(next_token=int(tokens[before.n_tokens]))
+        self._answer.append(_Sampled(self._text.upto(tokens), len(tokens), bets))
 
     def end(self) -> None:
         """Remember the gains of the answer's last tokens."""
-        while self._answer:
-            one = self._answer.popleft()
-            self._keep(one.prefix, one.gains())
+        if self._answer and self._answer[-1].next_token is None:
+            self._keep_all(self._answer.pop())
+        known = [
+            (one.prefix, one.bets, one.next_token)
+            for one in self._answer
+            if one.bets is not None and one.next_token is not None
+        ]
+        gains = self._gains([bets for _, bets, _ in known], [token for *_, token in known])
+        for (prefix, _, token), gain in zip(known, gains, strict=True):
+            self._keep(prefix, {token: gain})
+        for one in self._answer:
+            if one.bets is None:
+                self._keep(one.prefix, {ANY_OTHER: UNJUDGED})
+        self._answer.clear()
 
     def forget(self, context_id: str) -> None:
         """Remember nothing more if the request is in this persistent context, which is erased."""
@@ -171,6 +163,33 @@ class Judgment:
             self._evidence = None
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _keep_all(self, one: _Sampled) -> None:
+        """Remember the gains of all tokens that may come next."""
+        if one.bets is None:
+            self._keep(one.prefix, {ANY_OTHER: UNJUDGED})
+            return
+        tokens = [ANY_OTHER, *np.unique(one.bets.found.values).tolist()]
+        gains = self._gains([one.bets] * len(tokens), tokens)
+        self._keep(one.prefix, dict(zip(tokens, gains, strict=True)))
+
+    def _gains(self, bets: Sequence[Bets], tokens: Sequence[int]) -> list[float]:
+        """Return the gain of each token by its bets.
+
+        The ratio of both probabilities is the same for all tokens without a neighbor.
+        """
+        if not bets:
+            return []
+        found = [one.found for one in bets]
+        distances, weights = (np.stack([getattr(one, x) for one in found]) for x in _VOTES)
+        hits = np.stack([one.values for one in found]) == np.array(tokens)[:, None]
+        logits = np.stack([one.logits for one in bets])[np.arange(len(bets)), hits.argmax(axis=1)]
+        sums = np.array([one.info.log_sum_exp for one in bets])
+        p_lm = np.where(hits.any(axis=1), np.exp(logits - sums), 1.0).astype(np.float32)
+        p_max = np.array([one.info.max_prob for one in bets], np.float32)
+        p = self._mixture.probability(distances, hits, weights, p_lm, p_max)
+        both = zip(p.tolist(), p_lm.tolist(), strict=True)
+        return [log_gain(mixed, alone) if alone else UNJUDGED for mixed, alone in both]
 
     def _keep(self, prefix: bytes, gains: Mapping[int, float]) -> None:
         if self._evidence is not None:

@@ -249,7 +249,7 @@ class Mixer:
             edit = self._edits[n_behind] = _mix(view.logits, found, source.mixture, trust)
             self._counts.mixed += 1
             if judgment is not None:
-                bets = None if is_sure else Bets(found, edit.before, info, source.mixture)
+                bets = None if is_sure else Bets(found, edit.before, info)
                 judgment.sampled(tokens, bets)
         self._counts.search_s += time.perf_counter() - started
 
