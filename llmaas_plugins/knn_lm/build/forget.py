@@ -13,6 +13,7 @@ from llmaas_plugins.chats.exports import Conversation
 from llmaas_plugins.files.store_lock import lock, unlock
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import (
+    EVIDENCE,
     FILES,
     INBOX,
     LOCK,
@@ -81,6 +82,8 @@ def forget_conversations(
         n_waiting = forget_waiting(directory, is_gone)
         suppressed.add(waiting)
         erase_leftovers(path)
+        if FILES.is_regular(directory / EVIDENCE):
+            retire(directory / EVIDENCE)  # it tells how well the old pairs predicted
     except OSError as error:
         raise _failed(directory, error) from error
     if os.path.lexists(path):
