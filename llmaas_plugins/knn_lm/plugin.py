@@ -267,8 +267,9 @@ class KnnLM:
 
     def _judgment(self, request: Request, source: MixSource, look_back: int) -> Judgment:
         """Return the judgment of a datastore in a request that begins."""
-        self._evidence.bind(source.datastore.digest)
-        root = self._evidence.root(request.app, source.ranges, source.settings)
+        digest = source.datastore.digest
+        self._evidence.bind(digest)
+        root = self._evidence.root(digest, request.app, source.ranges, source.settings)
         return Judgment(request, look_back, source.mixture, self._evidence, root)
 
     def _source_for(self, app: str | None, opened: Opened | None) -> MixSource | None:

@@ -115,7 +115,7 @@ class Evidence:
                 self._secret, self._gains = found.secret, found.gains
 
     def root(self, *parts: object) -> bytes:
-        """Return the hash of what all gains of a request depend on beside the datastore."""
+        """Return the hash of what all gains of a request depend on beside the tokens."""
         return hashlib.blake2b(repr(parts).encode(), key=self._secret).digest()
 
     def gain(self, prefix: bytes, token: int) -> float | None:

@@ -86,8 +86,9 @@ class Judgment:
         return self._on_prompt.trust
 
     def give_up(self) -> None:
-        """Return to the prior, because the states are not comparable."""
+        """Return to the prior and remember nothing, because the states are not comparable."""
         self._on_prompt.give_up()
+        self._evidence = None
 
     def recall(self) -> None:
         """Set the gains that are remembered, once it is known that the cells hold the prompt."""

@@ -73,7 +73,7 @@ class Turns:
         Args:
             levels: Result of the hook ``llmaas_level``.
             n_done: Number of leading tokens whose cells are there.
-            first_output: First token that must give logits; None if only the last one must. These
+            first_output: First token that gives logits; None if only the last one does. These
                 tokens are never divided.
         """
         tokens, llama = self._end.request.tokens, self._end.engine.llama
