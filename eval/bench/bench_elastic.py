@@ -11,13 +11,11 @@ import contextlib
 import functools
 import shutil
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from llama_cpp import Llama
 
 from llmaas_eval.batches import batches, loaded
 from llmaas_eval.elastic.cutting import even_widths, write_cut
@@ -30,11 +28,11 @@ from llmaas_eval.elastic.random_adapters import (
     write_llama_cpps,
     write_random_adapters,
 )
-from llmaas_eval.elastic.timing import DEPTH, claiming, on, opened, prepared, seconds_of
+from llmaas_eval.elastic.switches import Switches
+from llmaas_eval.elastic.timing import claiming, on, opened, prepared, seconds_of
 from llmaas_eval.paired import repeats
 from llmaas_eval.stats import median_interval, quartiles
-from llmaas_hooks import hookimpl
-from llmaas_plugins import activate, elastic
+from llmaas_plugins import activate
 from llmaas_plugins.demo.page_cache import drop_pages
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.elastic.parts import part_claims
@@ -201,39 +199,6 @@ def bench_adapters(benchmark, variant, what):
                 for name, one in zip(("adapters", "llama.cpp's"), others, strict=True)
             },
         }
-
-
-class Switches:
-    """An app that changes the level of its requests and records the time until the decode."""
-
-    def __init__(self, stack, model):
-        config = {"on_error": "raise", "plugins": {"elastic": {}}}
-        stack.enter_context(activate(config, {"bench": self}))
-        settings = {"n_ctx": 1024, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
-        llama = Llama(str(model), flash_attn=True, **settings)
-        self._llama = stack.enter_context(contextlib.closing(llama))
-        self._tokens = np.random.default_rng(0).integers(3, llama.n_vocab() - 1, DEPTH).tolist()
-        self._decode_s, self._started = 0.0, 0.0
-        self.request(1.0)
-
-    @hookimpl
-    def llmaas_decode(self, step):
-        self._decode_s, self._started = step.seconds, time.perf_counter() - step.seconds
-
-    def request(self, level):
-        """Run a request of which all but the last token is already in the context.
-
-        Returns:
-            Seconds from just before the level is set to the start of the decode, and seconds of
-            the decode.
-        """
-        self._tokens[-1] ^= 1  # ``Llama`` does not evaluate the same prompt again
-        before = time.perf_counter()
-        with elastic.level(level):
-            generator = self._llama.generate(self._tokens, temp=0.0)
-            next(generator)
-            generator.close()
-        return self._started - before, self._decode_s
 
 
 @pytest.fixture(scope="module")

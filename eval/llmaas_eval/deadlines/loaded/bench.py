@@ -25,7 +25,7 @@ from llmaas_eval.models import SHAPE_1B, SHAPE_200M, SHAPE_TINY
 from llmaas_plugins.cli.main import main as llmaas
 from llmaas_plugins.elastic.latency import Latency, latency_path
 
-__all__ = ["SHAPES", "Bench", "opened", "replace_json", "warm_up"]
+__all__ = ["SHAPES", "Bench", "opened", "profiled_model", "replace_json", "warm_up"]
 
 SHAPES = {"200m": SHAPE_200M, "1b": SHAPE_1B, "tiny": SHAPE_TINY}
 """Shapes of the random model; the tiny one is only for checks."""
@@ -80,17 +80,30 @@ def opened(folder: Path, apps: Mapping[str, AppQuestions], n_idle: int, shape: s
     Raises:
         RuntimeError: The model cannot be profiled, or the service does not start.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    model = folder / "random.elastic.gguf"
-    if not model.exists():
-        write_model(folder, SHAPES[shape])
-        (folder / "random.gguf").unlink()
-    latency = _profiled(model, _QUICK_LENGTHS if shape == "tiny" else _LENGTHS)
+    model, latency = profiled_model(folder, shape)
     with contextlib.closing(Llama(str(model), vocab_only=True, verbose=False)) as llama:
         word = llama.tokenize(_WORD.encode(), add_bos=False)[-1]
     count = _counter(model)
     measured = _idle(folder / "idle.json", model, apps, count, word, n_idle)
     return Bench(model, apps, count, word, times_of(latency, measured))
+
+
+def profiled_model(folder: Path, shape: str) -> tuple[Path, Latency]:
+    """Make the prepared random model and its profile, unless they are there.
+
+    Args:
+        folder: Folder for the model.
+        shape: One of ``SHAPES``.
+
+    Raises:
+        RuntimeError: The model cannot be profiled.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model = folder / "random.elastic.gguf"
+    if not model.exists():
+        write_model(folder, SHAPES[shape])
+        (folder / "random.gguf").unlink()
+    return model, _profiled(model, _QUICK_LENGTHS if shape == "tiny" else _LENGTHS)
 
 
 def warm_up(service: Service, system: System, kind: Kind, bench: Bench) -> None:

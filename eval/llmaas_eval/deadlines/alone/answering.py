@@ -1,0 +1,101 @@
+"""Answers of our levels, and of the narrowed models of other papers, to whole sets of questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmaas_eval.data import packaged_documents
+from llmaas_eval.deadlines.loaded.answers import Kept
+from llmaas_eval.deadlines.loaded.baselines import BASELINES, SCRATCH, Source
+from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores
+from llmaas_eval.elastic.prepared import default_variant, prepared
+from llmaas_eval.elastic.texts import windows_of
+from llmaas_eval.weights import f16_copy
+from llmaas_plugins.elastic.uniform import LEVELS
+
+__all__ = ["OURS", "PAIRS", "WHOLE", "Asked", "ByMethod", "answers"]
+
+OURS = "ours"
+WHOLE = (0, 0)
+"""Indices of the levels of the whole model."""
+_NARROWEST_ANSWER = 0.3
+"""Narrower answers are needed for no promise of the grids, unless the prompt is as narrow."""
+PAIRS: Sequence[Pair] = [
+    (prompt, answer)
+    for prompt in range(len(LEVELS))
+    for answer, level in enumerate(LEVELS)
+    if level >= _NARROWEST_ANSWER or answer == prompt
+]
+"""Settings of ours: indices of the levels of prompt and answer."""
+_N_WINDOWS, _N_TOKENS = 16, 512
+
+ByMethod = Mapping[str, Mapping[Pair, Scores]]
+"""Answers to a set by method and pair of indices of levels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A model and what it is asked.
+
+    Attributes:
+        name: Name of the model in tables.
+        path: GGUF file.
+        sets: Questions by name of their set.
+        scratch: Smaller models that were trained from scratch in its place, by share.
+        methods: Names of other papers' methods to ask as well.
+        is_quick: Whether the search of widths is left out.
+    """
+
+    name: str
+    path: Path
+    sets: Mapping[str, Sequence[Item]]
+    scratch: Mapping[float, Path]
+    methods: Sequence[str]
+    is_quick: bool = False
+
+
+def answers(of: Asked, folder: Path) -> Mapping[str, ByMethod]:
+    """Return the answers to each set; answers that the folder has are not measured again.
+
+    Ours has all settings of ``PAIRS``; other methods have one level for prompt and answer.
+
+    Raises:
+        OSError: The folder cannot be written.
+        RuntimeError: The model cannot be prepared.
+    """
+    models, kept = folder / "models", Kept(folder / "answers")
+    ours = default_variant(prepared(of.path, models, is_quick=of.is_quick), LEVELS)
+    found: dict[str, dict[str, Mapping[Pair, Scores]]] = {
+        name: {OURS: kept.scores(f"{of.name}-{name}", ours, items, PAIRS)}
+        for name, items in of.sets.items()
+    }
+    for method in of.methods:
+        if method != SCRATCH or of.scratch:
+            for name, scores in _theirs(of, method, models, kept):
+                found[name][method] = {**found[name].get(method, {}), **scores}
+    return found
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _theirs(
+    of: Asked, method: str, models: Path, kept: Kept
+) -> Iterator[tuple[str, Mapping[Pair, Scores]]]:
+    """Yield the answers of a method's models: set, and scores by the levels that they stand for."""
+    folder = models / f"{of.path.stem}-{method}"
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / f"{of.path.stem}-as-f16.gguf"
+    if not source.exists():
+        f16_copy(of.path, folder)
+    windows = windows_of(source, packaged_documents(), _N_WINDOWS, _N_TOKENS)
+    for some, variant in BASELINES[method](Source(source, LEVELS, windows, folder, of.scratch)):
+        at = {LEVELS.index(level): (i, i) for i, level in enumerate(some)}
+        if not variant.levels:
+            at = dict.fromkeys(at, WHOLE)
+        label = f"{method}-{'-'.join(f'{level:g}' for level in some)}"
+        for name, items in of.sets.items():
+            scores = kept.scores(f"{of.name}-{name}-{label}", variant, items, {*at.values()})
+            yield name, {(i, i): scores[pair] for i, pair in at.items()}

@@ -1,0 +1,174 @@
+"""Tables of one promise on whole sets: by method, over a grid, and by the way a setting is chosen.
+
+Intervals are paired over the questions, which all methods answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from llmaas_eval.deadlines.alone.answering import OURS
+from llmaas_eval.deadlines.alone.cells import MEASURES, Case, Cells, Values, models_of
+from llmaas_eval.deadlines.alone.overhead_tables import TABLES as OVERHEAD
+from llmaas_eval.deadlines.alone.promises import APART, TOGETHER
+from llmaas_eval.deadlines.alone.study import BEST, ONE_LEVEL, RANDOM, WIDEST
+from llmaas_eval.deadlines.loaded.baselines import SCRATCH
+from llmaas_eval.stats import mean_interval
+from llmaas_eval.tables import (
+    Maker,
+    NoRowsError,
+    Output,
+    Table,
+    as_markdown,
+    number,
+    percent,
+    spread,
+)
+
+__all__ = ["TABLES", "report"]
+
+_NOTE = (
+    "Times are those of a random model, and answers those of a model of 7 M weights at the same "
+    "levels: quality and times come from different models. A method that narrows the model as "
+    "other papers do takes the time of our level of the same share."
+)
+_WAYS = (BEST, OURS, WIDEST, ONE_LEVEL, RANDOM)
+_IMPOSSIBLE = "impossible"
+_GAINS = tuple(f"ours − it: {name}" for name in MEASURES)
+
+
+def report(document: Output) -> str:
+    """Return all tables that the output has rows for, and how to read them."""
+    return f"{as_markdown(TABLES, [document])}\n\n{_NOTE}"
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def _apps(outputs: Sequence[Output]) -> Table:
+    """Show each method's answers to each app's set under its promise, and over all of them."""
+    lines = []
+    for model in models_of(outputs):
+        cells = Cells(outputs, model)
+        cases = cells.app_cases()
+        for app, case in cases.items():
+            for by in cells.methods:
+                about = [model, app, _promise(case), by, _levels(cells.levels(case, by))]
+                lines.append([*about, *_compared(cells, [case], by)])
+        for by in cells.methods:
+            about = [model, "all", "each its own", by, ""]
+            lines.append([*about, *_compared(cells, [*cases.values()], by)])
+    heads = ["model", "app", "promise", "by", "prompt / answer", *MEASURES, *_GAINS]
+    return Table(heads, lines, "lllll".ljust(len(heads), "r"))
+
+
+def _grid(outputs: Sequence[Output]) -> Table:
+    """Show how much better ours is than models trained from scratch, over a grid of promises."""
+    lines, furthers = list[list[str]](), list[float]()
+    for model in models_of(outputs):
+        cells = Cells(outputs, model)
+        if SCRATCH not in cells.methods:
+            continue
+        by_promise = _by_promise(cells, APART)
+        furthers = sorted({further for _, further in by_promise}, reverse=True)
+        firsts = sorted({first for first, _ in by_promise}, reverse=True)
+        found = {key: cells.joined(some, [OURS, SCRATCH]) for key, some in by_promise.items()}
+        for name in MEASURES:
+            for first in firsts:
+                gains = [found[first, further] for further in furthers]
+                cell = [_gain(one, name) if one else _IMPOSSIBLE for one in gains]
+                lines.append([model, name, percent(first), *cell])
+    if not lines:
+        raise NoRowsError("no rows of models that were trained from scratch")
+    heads = ["model", "ours − PFS", "first token", *map(percent, furthers)]
+    return Table(heads, lines, "ll".ljust(len(heads), "r"))
+
+
+def _answer_time(outputs: Sequence[Output]) -> Table:
+    """Show each method's answers under limits of the time of the whole answer."""
+    lines = []
+    for model in models_of(outputs):
+        cells = Cells(outputs, model)
+        for (limit, _), cases in _by_promise(cells, TOGETHER).items():
+            lines += [
+                [model, percent(limit), by, *_compared(cells, cases, by)]
+                for by in cells.methods
+                if by != WIDEST
+            ]
+    if not lines:
+        raise NoRowsError("no rows of limits of the whole answer")
+    heads = ["model", "limit", "by", *MEASURES, *_GAINS]
+    return Table(heads, lines, "lrl".ljust(len(heads), "r"))
+
+
+def _ways(outputs: Sequence[Output]) -> Table:
+    """Show how often answers agree by the way in which ours chooses a feasible setting."""
+    lines = []
+    for model in models_of(outputs):
+        cells = Cells(outputs, model)
+        for (first, further), cases in _by_promise(cells, APART).items():
+            found = cells.joined(cases, _WAYS)
+            if found:
+                line = [model, _promise(Case("", APART, first, further))]
+                for by in _WAYS:
+                    line.append(percent(float(found[by]["agrees"].mean()), 1))
+                    if by != RANDOM:
+                        line.append(_gain({OURS: found[by], RANDOM: found[RANDOM]}, "agrees"))
+                lines.append(line)
+    heads = ["model", "promise"]
+    for by in _WAYS:
+        heads += [by] if by == RANDOM else [by, "points above random"]
+    return Table(heads, lines, "ll".ljust(len(heads), "r"))
+
+
+TABLES: Mapping[str, Maker] = {
+    "alone-apps": _apps,
+    "alone-grid": _grid,
+    "alone-answer-time": _answer_time,
+    "alone-ways": _ways,
+    **OVERHEAD,
+}
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _by_promise(cells: Cells, kind: str) -> Mapping[tuple[float, float], list[Case]]:
+    """Return the cases of all sets by their limits, widest first."""
+    found: dict[tuple[float, float], list[Case]] = {}
+    for case in sorted(cells.cases(kind), key=lambda case: (-case.first, -case.further)):
+        found.setdefault((case.first, case.further), []).append(case)
+    return found
+
+
+def _compared(cells: Cells, cases: Sequence[Case], by: str) -> Iterator[str]:
+    """Yield a method's means over the cases that it and ours keep, and how much better ours is."""
+    found = cells.joined(cases, [OURS, by])
+    for name in MEASURES:
+        if not found:
+            yield _IMPOSSIBLE
+        elif name == "nats":
+            yield number(float(found[by][name].mean()), 3)
+        else:
+            yield percent(float(found[by][name].mean()), 1)
+    for name in MEASURES:
+        theirs = {OURS: found[OURS], by: found[by]} if found else {}
+        yield _gain(theirs, name) if len(theirs) > 1 else ""
+
+
+def _gain(found: Mapping[str, Values], name: str) -> str:
+    """Return how much more the first of two methods has than the second: points, or nats."""
+    ours, theirs = found.values()
+    factor, digits = (1, 3) if name == "nats" else (100, 1)
+    return spread(mean_interval(np.asarray(factor * (ours[name] - theirs[name]))), digits)
+
+
+def _promise(case: Case) -> str:
+    return f"{percent(case.first)} / {percent(case.further)}"
+
+
+def _levels(levels: Sequence[Sequence[float]]) -> str:
+    """Return the settings as text, without repetitions."""
+    return ", ".join(dict.fromkeys(" / ".join(map(percent, pair)) for pair in levels))

@@ -1,0 +1,90 @@
+"""The study: each method's answers under each promise, as rows of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmaas_eval.deadlines.alone.answering import OURS, PAIRS, WHOLE, Asked, ByMethod
+from llmaas_eval.deadlines.alone.choosing import Judge, Judged
+from llmaas_eval.deadlines.alone.promises import APART, Promise, Times, feasible, times_of
+from llmaas_eval.deadlines.loaded.scoring import Pair
+from llmaas_plugins.elastic.latency import Latency
+
+__all__ = ["BEST", "ONE_LEVEL", "RANDOM", "WIDEST", "Row", "rows_of"]
+
+WIDEST, ONE_LEVEL = "ours, widest", "ours, one level"
+RANDOM, BEST = "ours, random setting", "ours, best for each question"
+_DIGITS = 4
+
+Row = Mapping[str, Any]
+
+
+def rows_of(
+    of: Asked, found: Mapping[str, ByMethod], latency: Latency, promises: Sequence[Promise]
+) -> Iterator[Row]:
+    """Yield a row for each set, and for each of its promises and methods.
+
+    A row has the values of each question. It has none if the method cannot keep the promise.
+
+    Args:
+        of: Model and its questions.
+        found: Answers by set.
+        latency: Measured times of the levels.
+        promises: Promises to keep.
+    """
+    for name, items in of.sets.items():
+        whole = found[name][OURS][WHOLE]
+        judge = Judge(whole, [item.choice for item in items])
+        about = {"model": of.name, "set": name}
+        yield {"row": "whole", **about, **_values(judge.of(whole, [WHOLE]))}
+        for pair, scores in found[name][OURS].items():
+            one = judge.of(scores, [pair])
+            means = {key: float(getattr(one, key).mean()) for key in ("agrees", "right", "nats")}
+            yield {"row": "setting", **about, "levels": _levels(latency, pair), **means}
+        times = times_of(latency, [len(item.prompt) for item in items])
+        for promise in promises:
+            for by, judged in _arms(found[name], judge, times, promise):
+                row = {"row": "promise", **about, **promise._asdict(), "by": by}
+                levels = [_levels(latency, pair) for pair in judged.settings] if judged else []
+                yield {**row, "levels": levels, **(_values(judged) if judged else {})}
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _arms(
+    found: ByMethod, judge: Judge, times: Times, promise: Promise
+) -> Iterator[tuple[str, Judged | None]]:
+    """Yield each method and what it answers under a promise; None if it cannot keep it."""
+    ours = found[OURS]
+    possible = feasible(promise, times, PAIRS)
+    yield OURS, judge.chosen(ours, possible)
+    if promise.kind == APART:
+        widest = _widest(possible)
+        yield WIDEST, judge.of(ours[widest], [widest, widest]) if widest else None
+    yield ONE_LEVEL, judge.chosen(ours, [pair for pair in possible if pair[0] == pair[1]])
+    yield RANDOM, judge.random(ours, possible)
+    yield BEST, judge.best(ours, possible)
+    for method, theirs in found.items():
+        if method != OURS:
+            yield method, judge.chosen(theirs, feasible(promise, times, [*theirs]))
+
+
+def _widest(possible: Sequence[Pair]) -> Pair | None:
+    """Return the widest level of the prompt, and the widest of the answer."""
+    if not possible:
+        return None
+    return min(prompt for prompt, _ in possible), min(answer for _, answer in possible)
+
+
+def _levels(latency: Latency, pair: Pair) -> list[float]:
+    return [latency.levels[i] for i in pair]
+
+
+def _values(judged: Judged) -> dict[str, list[float]]:
+    """Return the values of each question, rounded, so that the output is short."""
+    names = ("agrees", "right", "nats")
+    return {name: np.round(getattr(judged, name), _DIGITS).tolist() for name in names}

@@ -1,0 +1,73 @@
+"""The study of one promise on whole sets, with answers of the packaged model and real files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from preparing import prepare
+
+from llmaas_eval.deadlines.alone import overhead
+from llmaas_eval.deadlines.alone.answering import OURS, PAIRS, WHOLE, Asked, answers
+from llmaas_eval.deadlines.loaded.answers import app_items, tokenizer
+from llmaas_eval.deadlines.loaded.questions import AppQuestions, Question
+from llmaas_eval.deadlines.model import write_model
+from llmaas_eval.models import SHAPE_TINY
+from llmaas_plugins.elastic.uniform import LEVELS
+
+NARROWEST = len(LEVELS) - 1
+APP = AppQuestions(
+    "Question: Who sings?\nAnswer: the bird\n",
+    [
+        Question("Who flies?", ("a bird in the sky", "the stone", "no"), 0),
+        Question("Who is late for the train?", ("my friend", "the moon", "no"), 0),
+    ],
+)
+
+
+@pytest.fixture(scope="module")
+def asked(reference_model, tmp_path_factory):
+    """Return a model with two questions, and the folder where it is prepared.
+
+    The model itself stands for smaller ones, as if it had been trained from scratch.
+    """
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "models").mkdir()
+    path = folder / "models" / f"{reference_model.stem}.elastic.gguf"
+    prepare(reference_model, path, tables=("uniform",))
+    with tokenizer(reference_model) as llama:
+        items = app_items(APP, [0, 1], llama)
+    scratch = dict.fromkeys(LEVELS[1:], reference_model)
+    return Asked("packaged", reference_model, {"Rewind": items}, scratch, ["PFS"]), folder
+
+
+@pytest.mark.slow
+def test_answers_are_of_all_settings_and_kept(asked):
+    of, folder = asked
+    found = answers(of, folder)["Rewind"]
+    assert {*found} == {OURS, "PFS"}
+    assert {*found[OURS]} == {*PAIRS}
+    narrow = found[OURS][NARROWEST, NARROWEST].nats
+    assert np.abs(narrow - found[OURS][WHOLE].nats).min() > 0.01
+    assert {*found["PFS"]} == {(i, i) for i in range(len(LEVELS))}
+    for scores in found["PFS"].values():
+        assert scores.nats == pytest.approx(found[OURS][WHOLE].nats, rel=0.03)
+    kept = {path: path.stat().st_mtime_ns for path in (folder / "answers").iterdir()}
+    again = answers(of, folder)["Rewind"]
+    assert {path: path.stat().st_mtime_ns for path in (folder / "answers").iterdir()} == kept
+    assert again[OURS][NARROWEST, NARROWEST].nats.tolist() == narrow.tolist()
+
+
+@pytest.mark.slow
+def test_switches_of_ours_and_loads_of_files_are_timed(tmp_path):
+    model = write_model(tmp_path, SHAPE_TINY)
+    rows = list(overhead.switching(model, tmp_path / "files", 1))
+    ways = {row["way"] for row in rows}
+    assert ways == {overhead.SWITCHED, overhead.STAYING, overhead.FROM_CACHE, overhead.FROM_DISK,
+                    overhead.COPIED}  # fmt: skip
+    loads = {row["level"]: row for row in rows if row["way"] == overhead.FROM_CACHE}
+    assert {*loads} == {*LEVELS}
+    assert loads[0.2]["file_bytes"] < loads[1.0]["file_bytes"]
+    switched = [s for row in rows if row["way"] == overhead.SWITCHED for s in row["seconds"]]
+    loaded = [s for row in loads.values() for s in row["seconds"]]
+    assert len(switched) == 40
+    assert 0 < np.median(switched) < np.median(loaded)

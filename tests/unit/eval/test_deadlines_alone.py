@@ -1,0 +1,218 @@
+"""The study of one promise on whole sets: feasible settings, choices by halves, and tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmaas_eval.deadlines.alone import overhead, plots, report, study
+from llmaas_eval.deadlines.alone.answering import OURS, PAIRS, WHOLE, Asked
+from llmaas_eval.deadlines.alone.cells import Case, Cells
+from llmaas_eval.deadlines.alone.choosing import Judge
+from llmaas_eval.deadlines.alone.promises import (
+    APART,
+    TOGETHER,
+    apart,
+    feasible,
+    times_of,
+    together,
+)
+from llmaas_eval.deadlines.loaded.scoring import Item, Scores
+from llmaas_plugins.elastic.latency import Curves, Latency, Machine
+from llmaas_plugins.elastic.uniform import LEVELS
+
+N = 8
+NARROWEST = len(LEVELS) - 1
+
+
+@pytest.fixture(scope="module")
+def latency():
+    """Return times of a machine on which a prompt token takes a level's ms, and an answer's ten.
+
+    The prompt's part that no level narrows takes a tenth.
+    """
+
+    def curves(each, n_tokens, held):
+        rows = tuple(tuple(each(level, n) for n in n_tokens) for level in LEVELS)
+        middle = tuple((each(level, held),) for level in LEVELS)
+        return Curves(
+            n_tokens=n_tokens, ms=(rows,), spread_ms=(rows,), held=(held,), held_ms=(middle,)
+        )
+
+    return Latency(
+        model="m",
+        table="uniform",
+        machine=Machine.this(),
+        levels=LEVELS,
+        threads=(1,),
+        ttft=curves(lambda level, n: n * (0.1 + 0.9 * level), (1, 1001), 501),
+        tpot=curves(lambda level, _: 10 * level, (1, 1001), 501),
+    )
+
+
+# -- promises ------------------------------------------------------------------------------------
+
+
+def test_limits_are_kept_by_the_measured_times(latency):
+    (promise,) = apart([0.5], [0.6])
+    found = feasible(promise, times_of(latency, [100, 200]), PAIRS)
+    assert min(prompt for prompt, _ in found) == LEVELS.index(0.4)  # 46 %; level 0.5 takes 55 %
+    assert min(answer for _, answer in found) == LEVELS.index(0.6)
+    (promise,) = apart([0.2], [1.0])
+    assert feasible(promise, times_of(latency, [100, 200]), PAIRS) == []  # level 0.2 takes 28 %
+
+
+def test_the_whole_model_keeps_all_of_its_time_and_nothing_less(latency):
+    for promise in (*apart([1.0], [1.0]), *together([1.0])):
+        assert WHOLE in feasible(promise, times_of(latency, [100]), PAIRS)
+    for promise in (*apart([0.9, 1.0], [0.9]), *together([0.9])):
+        assert WHOLE not in feasible(promise, times_of(latency, [100]), PAIRS)
+
+
+def test_a_limit_of_the_whole_answer_lets_a_narrow_prompt_pay_for_a_wide_answer(latency):
+    (promise,) = together([0.7])  # of 340 ms: 238
+    found = feasible(promise, times_of(latency, [100]), [(NARROWEST, 0), (0, NARROWEST), (0, 4)])
+    assert found == [(0, NARROWEST)]  # 100 + 48; 28 + 240 is too much, as is 100 + 144
+    (promise,) = together([0.8])
+    assert (NARROWEST, 0) in feasible(promise, times_of(latency, [100]), PAIRS)
+
+
+def test_a_setting_must_keep_the_promise_for_nearly_all_prompts(latency):
+    (promise,) = together([0.6])  # a long prompt has less of its time in its answer
+    settings = [(NARROWEST, 0)]
+    assert feasible(promise, times_of(latency, [1000]), settings) == settings
+    assert feasible(promise, times_of(latency, [10]), settings) == []
+    assert feasible(promise, times_of(latency, [1000] * 19 + [10]), settings) == settings
+    assert feasible(promise, times_of(latency, [1000] * 18 + [10] * 2), settings) == []
+
+
+# -- choices -------------------------------------------------------------------------------------
+
+
+def scores(choices, nats=1.0):
+    return Scores(np.array(choices, np.int32), np.full(len(choices), nats, np.float32))
+
+
+def test_a_setting_is_judged_on_questions_that_did_not_choose_it():
+    judge = Judge(scores([0] * 4), [0, 1, 0, 1])
+    on_even, on_odd = scores([0, 1, 0, 1]), scores([1, 0, 1, 0])
+    found = judge.chosen({(0, 0): on_even, (1, 1): on_odd}, [(0, 0), (1, 1)])
+    assert found.settings == [(1, 1), (0, 0)]  # the odd questions chose for the even ones
+    assert found.agrees.tolist() == [0, 0, 0, 0]
+    assert found.right.tolist() == [0, 1, 0, 1]
+    assert judge.chosen({}, []) is None
+
+
+def test_likelier_answers_decide_between_settings_that_agree_equally_often():
+    judge = Judge(scores([0] * 4), [0] * 4)
+    by_pair = {(0, 0): scores([0] * 4, 2.0), (1, 1): scores([0] * 4, 1.0)}
+    found = judge.chosen(by_pair, [*by_pair])
+    assert found.settings == [(1, 1)] * 2
+    assert found.nats.tolist() == [1.0] * 4
+
+
+def test_a_random_setting_is_the_mean_and_the_best_one_knows_each_question():
+    judge = Judge(scores([0] * 4), [0] * 4)
+    by_pair = {(0, 0): scores([0, 1, 1, 1], 2.0), (1, 1): scores([1, 0, 1, 1], 1.0)}
+    mean, best = judge.random(by_pair, [*by_pair]), judge.best(by_pair, [*by_pair])
+    assert mean.agrees.tolist() == [0.5, 0.5, 0, 0]
+    assert best.agrees.tolist() == [1, 1, 0, 0]
+    assert (mean.nats[0], best.nats[0]) == (1.5, 1.0)
+
+
+# -- rows and tables -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outputs(latency):
+    """Return an output in which only the level of the answer matters to ours, and PFS is wrong."""
+    items = [Item([1] * 100, [], [[1], [2]], 0) for _ in range(N)]
+    ours = {pair: scores([0] * (N - pair[1]) + [1] * pair[1], 1 + pair[1]) for pair in PAIRS}
+    theirs = {(i, i): scores([1] * N, 5.0) for i in range(len(LEVELS))}
+    sets = ("Rewind", "XiaoAi")
+    of = Asked("tiny", Path("tiny.gguf"), dict.fromkeys(sets, items), {}, ["PFS"])
+    found = {name: {OURS: ours, "PFS": theirs} for name in sets}
+    promises = [*apart(LEVELS, LEVELS[:6]), *together(LEVELS)]
+    return [{"rows": [*study.rows_of(of, found, latency, promises)]}]
+
+
+def test_an_impossible_promise_is_replaced_by_the_next_wider_one(outputs):
+    cells = Cells(outputs, "tiny")
+    assert cells.values(Case("XiaoAi", APART, 0.2, 0.5), OURS) is None
+    assert cells.app_cases()["XiaoAi"] == ("XiaoAi", APART, 0.3, 0.5)
+    assert cells.app_cases()["Rewind"] == ("Rewind", APART, 1.0, 1.0)
+
+
+def test_methods_are_compared_on_the_same_questions(outputs):
+    rows = report.TABLES["alone-apps"](outputs).rows
+    found = {(row[1], row[3]): row[4:] for row in rows if row[1] in {"Rewind", "XiaoAi", "all"}}
+    assert found["Rewind", OURS] == ["100 % / 100 %", "100.0 %", "100.0 %", "1.000", "", "", ""]
+    level = f"20 % / {LEVELS[5]:.0%}".replace("%", " %").replace("  ", " ")
+    assert found["XiaoAi", study.WIDEST][0] == level
+    assert found["XiaoAi", OURS][1] == "37.5 %"  # 3 of 8 at the level 0.5
+    assert found["all", OURS][1] == "68.8 %"
+    assert found["all", "PFS"][4].startswith("+68.8 (")
+    assert found["all", "PFS"][6].startswith("−1.500 (")
+
+
+def test_the_grid_says_where_ours_is_better_and_what_is_impossible(outputs):
+    table = report.TABLES["alone-grid"](outputs)
+    assert table.columns[3:] == [f"{round(100 * level)} %" for level in LEVELS[:6]]
+    by = {(row[1], row[2]): row[3:] for row in table.rows}
+    assert by["agrees", "20 %"] == ["impossible"] * 6
+    assert [cell.split(" ")[0] for cell in by["agrees", "30 %"]] == [
+        "+100.0", "+87.5", "+75.0", "+62.5", "+50.0", "+37.5",
+    ]  # fmt: skip
+
+
+def test_ways_to_choose_are_compared_with_a_random_setting(outputs):
+    table = report.TABLES["alone-ways"](outputs)
+    first = dict(zip(table.columns, table.rows[0], strict=True))
+    assert first["promise"] == "100 % / 100 %"
+    assert (first[study.BEST], first[OURS], first[study.WIDEST]) == ("100.0 %",) * 3
+    assert float(first[study.RANDOM].removesuffix(" %")) < 65
+
+
+def test_whole_answers_have_limits_too(outputs):
+    rows = report.TABLES["alone-answer-time"](outputs).rows
+    assert {row[1] for row in rows} == {f"{round(100 * level)} %" for level in LEVELS}
+    ours = {row[1]: row[3] for row in rows if row[2] == OURS}
+    assert (ours["100 %"], ours["20 %"]) == ("100.0 %", "impossible")
+    assert TOGETHER in {case.kind for case in Cells(outputs, "tiny").cases(TOGETHER)}
+
+
+def test_the_report_says_that_times_and_quality_are_of_different_models(outputs):
+    said = report.report(outputs[0])
+    assert "quality and times come from different models" in said
+    names = ("alone-apps", "alone-grid", "alone-answer-time", "alone-ways")
+    assert all(f"{name}:" in said for name in names)
+
+
+def test_pictures_are_drawn(outputs, tmp_path):
+    plots.draw(outputs[0]["rows"], tmp_path)
+    names = {path.name for path in tmp_path.iterdir() if path.stat().st_size > 5_000}
+    assert names == {f"alone-{name}-tiny.png" for name in ("apps", "grid", "settings")}
+
+
+# -- memory and switching ------------------------------------------------------------------------
+
+
+def test_memory_is_compared_with_the_whole_model_alone():
+    peaks = {overhead.STOCK: 100, overhead.WITH_LEVELS: 101, overhead.SWAPPED: 110,
+             overhead.ALL_KEPT: 500}  # fmt: skip
+    rows = [{"row": "memory", "way": way, "bytes": [mib << 20] * 3} for way, mib in peaks.items()]
+    found = {row[0]: row[1:] for row in report.TABLES["alone-memory"]([{"rows": rows}]).rows}
+    assert found[overhead.WITH_LEVELS] == ["101", "1.010 (1.010–1.010)"]
+    assert found[overhead.ALL_KEPT] == ["500", "5.000 (5.000–5.000)"]
+
+
+def test_switches_to_a_level_are_compared_by_way():
+    about = {"row": "switch", "level": 0.6}
+    rows = [
+        {**about, "way": overhead.SWITCHED, "seconds": [4e-4] * 3},
+        {**about, "way": overhead.FROM_DISK, "seconds": [0.2] * 3, "file_bytes": 60 << 20},
+    ]
+    (row,) = report.TABLES["alone-switching"]([{"rows": rows}]).rows
+    assert row == ["60 %", "60", "0.40 ms (0.40–0.40)", "", "", "200.0 ms (200.0–200.0)", ""]
