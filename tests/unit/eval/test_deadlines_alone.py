@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmaas_eval.deadlines.alone import overhead, plots, report, study
+from llmaas_eval.deadlines.alone import overhead, plots, report, study, variants
 from llmaas_eval.deadlines.alone.answering import OURS, PAIRS, WHOLE, Asked
 from llmaas_eval.deadlines.alone.cells import Case, Cells
 from llmaas_eval.deadlines.alone.choosing import Judge
@@ -194,6 +194,45 @@ def test_pictures_are_drawn(outputs, tmp_path):
     plots.draw(outputs[0]["rows"], tmp_path)
     names = {path.name for path in tmp_path.iterdir() if path.stat().st_size > 5_000}
     assert names == {f"alone-{name}-tiny.png" for name in ("apps", "grid", "settings")}
+
+
+# -- variants ------------------------------------------------------------------------------------
+
+
+def test_variants_are_asked_only_for_the_widest_settings_that_keep_each_promise(latency):
+    items = [Item([1] * 100, [], [[1], [2]], 0) for _ in range(N)]
+    found = variants.settings(dict.fromkeys(("Rewind", "GMail", "XiaoAi"), items), latency)
+    assert found["Rewind"] == {WHOLE}
+    assert found["GMail"] == {WHOLE, (LEVELS.index(0.7), 1), (LEVELS.index(0.7),) * 2}
+    assert (NARROWEST, LEVELS.index(0.5)) in found["XiaoAi"]  # for 30 % of the first token's time
+
+
+def test_variants_are_compared_with_the_first_model(outputs):
+    worse = [
+        {**row, "model": "tiny, Q4_0", "nats": [one + 0.25 for one in row["nats"]]}
+        if "nats" in row and row["row"] == "promise"
+        else {**row, "model": "tiny, Q4_0"}
+        for row in outputs[0]["rows"]
+    ]
+    table = report.TABLES["alone-variants"]([*outputs, {"rows": worse}])
+    found = {(row[0], row[1]): row[2:] for row in table.rows}
+    assert found["tiny, Q4_0", study.WIDEST][-1].startswith("+0.250 (")
+    assert found["tiny", study.WIDEST][-1] == found["tiny", "PFS"][-1] == ""
+    assert found["tiny", "PFS"][3].startswith("+68.8 (")
+
+
+def test_words_are_compared_with_random_ones_at_the_same_share():
+    about = {"row": "share", "model": "tiny", "set": "Rewind", "right": [0, 0], "nats": [1.0, 1.0]}
+    rows = [
+        {**about, "by": "whole prompt", "share": 1.0, "kept": 1.0, "agrees": [1, 1]},
+        {**about, "by": "random", "share": 0.4, "kept": 0.38, "agrees": [0, 0]},
+        {**about, "by": "attention", "share": 0.4, "kept": 0.4, "agrees": [1, 0]},
+    ]
+    whole, random, ours = report.TABLES["alone-shares"]([{"rows": rows}]).rows
+    assert whole[:4] == ["whole prompt", "100 %", "100 %", "100.0 %"]
+    assert random[2:4] == ["38 %", "0.0 %"]
+    assert random[-3:] == whole[-3:] == ["", "", ""]
+    assert ours[-3].startswith("+50.0 (")
 
 
 # -- memory and switching ------------------------------------------------------------------------

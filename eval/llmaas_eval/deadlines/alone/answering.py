@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,7 @@ class Asked:
         scratch: Smaller models that were trained from scratch in its place, by share.
         methods: Names of other papers' methods to ask as well.
         is_quick: Whether the search of widths is left out.
+        settings: Settings to answer at by set, other methods at those of one level; None for all.
     """
 
     name: str
@@ -54,12 +55,17 @@ class Asked:
     scratch: Mapping[float, Path]
     methods: Sequence[str]
     is_quick: bool = False
+    settings: Mapping[str, Collection[Pair]] | None = None
+
+    def settings_of(self, name: str) -> Collection[Pair]:
+        """Return the settings to answer a set at."""
+        return PAIRS if self.settings is None else self.settings[name]
 
 
 def answers(of: Asked, folder: Path) -> Mapping[str, ByMethod]:
     """Return the answers to each set; answers that the folder has are not measured again.
 
-    Ours has all settings of ``PAIRS``; other methods have one level for prompt and answer.
+    Other methods have one level for prompt and answer.
 
     Raises:
         OSError: The folder cannot be written.
@@ -68,7 +74,7 @@ def answers(of: Asked, folder: Path) -> Mapping[str, ByMethod]:
     models, kept = folder / "models", Kept(folder / "answers")
     ours = default_variant(prepared(of.path, models, is_quick=of.is_quick), LEVELS)
     found: dict[str, dict[str, Mapping[Pair, Scores]]] = {
-        name: {OURS: kept.scores(f"{of.name}-{name}", ours, items, PAIRS)}
+        name: {OURS: kept.scores(f"{of.name}-{name}", ours, items, of.settings_of(name))}
         for name, items in of.sets.items()
     }
     for method in of.methods:
@@ -97,5 +103,7 @@ def _theirs(
             at = dict.fromkeys(at, WHOLE)
         label = f"{method}-{'-'.join(f'{level:g}' for level in some)}"
         for name, items in of.sets.items():
-            scores = kept.scores(f"{of.name}-{name}-{label}", variant, items, {*at.values()})
-            yield name, {(i, i): scores[pair] for i, pair in at.items()}
+            own = {(i, i): at[i] for i in at if (i, i) in of.settings_of(name)}
+            if own:
+                scores = kept.scores(f"{of.name}-{name}-{label}", variant, items, {*own.values()})
+                yield name, {pair: scores[place] for pair, place in own.items()}

@@ -2,17 +2,19 @@
 
     python -m llmaas_eval.deadlines.alone --tasks FOLDER --scratch SCRATCH --out alone --pictures .
 
-Each request is served alone: nothing waits. Parts:
+Each request is served alone: nothing waits. Answers are those of the packaged model and of other
+papers' narrowed ones, and times are those of a random model of a 200 M shape. Parts:
 
-    answers    for each promise of a grid, a setting that keeps it by the measured times of a random
-               model of a 200 M shape is chosen on one half of the questions, and judged on the
-               other; answers are those of the packaged model at all settings, and of the narrowed
-               models of other papers
+    answers    for each promise of a grid, a setting that keeps it is chosen on one half of the
+               questions, and judged on the other
+    weights    the widest settings that keep each app's promise, with weights in several types
+    concise    the same, with prompts that callers have shortened by 15 %
+    shares     the whole model's answers to prompts of which words are left out
     memory     peak memory of serving all levels of the random model, or a file for each level
     switching  time to switch to a level, to another file, or to a copy of units
 
-Answers are kept in ``--out``: the same command goes on where it was stopped. For the other parts,
-and for the profile that is measured first, the machine should be idle.
+Answers are kept in ``--out``: the same command goes on where it was stopped. For parts ``memory``
+and ``switching``, and for the profile that is measured first, the machine should be idle.
 """
 
 from __future__ import annotations
@@ -22,30 +24,25 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llmaas_eval.deadlines.alone.answering import Asked, answers
 from llmaas_eval.deadlines.alone.overhead import memory, switching
-from llmaas_eval.deadlines.alone.promises import Promise, apart, together
+from llmaas_eval.deadlines.alone.parts import PARTS, Plan, questions_of
 from llmaas_eval.deadlines.alone.report import report
-from llmaas_eval.deadlines.alone.study import Row, rows_of
-from llmaas_eval.deadlines.loaded.answers import app_items, tokenizer
+from llmaas_eval.deadlines.alone.study import Row
 from llmaas_eval.deadlines.loaded.baselines import BASELINES, SCRATCH
 from llmaas_eval.deadlines.loaded.bench import profiled_model
 from llmaas_eval.deadlines.loaded.questions import AppQuestions, packaged_questions, read_questions
-from llmaas_eval.deadlines.loaded.scoring import Item
 from llmaas_eval.deadlines.loaded.traces import APP_NAMES
 from llmaas_eval.learning import study_parser
 from llmaas_eval.results import write
 from llmaas_eval.scratch.shapes import trained
-from llmaas_plugins.elastic.uniform import LEVELS
-from llmaas_plugins.reference_model import reference_model_path
+from llmaas_plugins.elastic.latency import Latency
 
 __all__ = ["main"]
 
-_PARTS: Mapping[str, Callable[[Path, Path, int], Iterator[Row]]] = {
+_OVERHEAD: Mapping[str, Callable[[Path, Path, int], Iterator[Row]]] = {
     "memory": memory,
     "switching": switching,
 }
-_FURTHERS = LEVELS[:6]
 _QUICK = 4
 
 
@@ -73,15 +70,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", type=Path, metavar="FOLDER", help="folder with the apps' sets")
     add("--apps", nargs="+", choices=APP_NAMES, default=[*APP_NAMES], help="default all")
     add("--out", type=Path, default=Path("alone"), help="folder for files; default %(default)s")
-    add("--parts", nargs="+", choices=["answers", *_PARTS], default=["answers"],
+    add("--parts", nargs="+", choices=[*PARTS, *_OVERHEAD], default=["answers"],
         help="default %(default)s")  # fmt: skip
     add("--rounds", type=int, default=10, help="processes of each way of part `memory`, and loads "
         "of each file of part `switching`; default %(default)s")  # fmt: skip
     add("--questions", type=int, default=240, help="most questions a set; default %(default)s")
     add("--methods", nargs="*", choices=[*BASELINES], default=[*BASELINES],
         help="other papers' methods; default all")  # fmt: skip
-    add("--scratch", type=Path, metavar="FOLDER", help=f"models of `python -m llmaas_eval.scratch`"
-        f"; default: without {SCRATCH}")  # fmt: skip
+    add("--scratch", type=Path, metavar="FOLDER", help="models of `python -m llmaas_eval.scratch`; "
+        f"default: without {SCRATCH}")  # fmt: skip
     add("--pictures", type=Path, metavar="FOLDER", help="also write PNG plots to FOLDER")
     add("--quick", action="store_true", help="a few questions of packaged text and a tiny model's "
         "times, as a check only")  # fmt: skip
@@ -91,30 +88,22 @@ def _parser() -> argparse.ArgumentParser:
 def _rows(args: argparse.Namespace) -> list[Row]:
     model, latency = profiled_model(args.out, "tiny" if args.quick else "200m")
     rows: list[Row] = []
-    if "answers" in args.parts:
-        of = _asked(args)
-        rows += rows_of(of, answers(of, args.out), latency, [*_promises()])
+    asking = [PARTS[part] for part in args.parts if part in PARTS]
+    if asking:
+        plan = _plan(args, latency)
+        rows += [row for part in asking for row in part(plan)]
     for part in args.parts:
-        if part in _PARTS:
-            rows += _PARTS[part](model, args.out / "files", _QUICK if args.quick else args.rounds)
+        if part in _OVERHEAD:
+            n_rounds = 1 if args.quick else args.rounds
+            rows += _OVERHEAD[part](model, args.out / "files", n_rounds)
     return rows
 
 
-def _promises() -> Iterator[Promise]:
-    yield from apart(LEVELS, _FURTHERS)
-    yield from together(LEVELS)
-
-
-def _asked(args: argparse.Namespace) -> Asked:
-    """Return the packaged model, its questions, and the models that it is compared with."""
-    model, n = reference_model_path(), _QUICK if args.quick else args.questions
-    apps, scratch = _apps(args), {} if args.scratch is None else trained(args.scratch)
-    with tokenizer(model) as llama:
-        sets: Mapping[str, Sequence[Item]] = {
-            name: app_items(app, range(min(n, len(app.questions))), llama)
-            for name, app in apps.items()
-        }
-    return Asked("packaged", model, sets, scratch, args.methods, is_quick=args.quick)
+def _plan(args: argparse.Namespace, latency: Latency) -> Plan:
+    n = _QUICK if args.quick else args.questions
+    sets, question_tokens = questions_of(_apps(args), n)
+    scratch = {} if args.scratch is None else trained(args.scratch)
+    return Plan(sets, question_tokens, latency, scratch, args.methods, args.out, args.quick)
 
 
 def _apps(args: argparse.Namespace) -> Mapping[str, AppQuestions]:

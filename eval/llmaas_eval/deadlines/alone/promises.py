@@ -25,6 +25,7 @@ __all__ = [
     "feasible",
     "times_of",
     "together",
+    "widest",
 ]
 
 APART, TOGETHER = "first token and further tokens", "whole answer"
@@ -100,6 +101,13 @@ def feasible(promise: Promise, times: Times, settings: Sequence[Pair]) -> list[P
         settings: Pairs of indices of levels.
     """
     return [pair for pair in settings if promise.is_kept(times, pair).mean() >= _MOSTLY]
+
+
+def widest(possible: Sequence[Pair]) -> Pair | None:
+    """Return the widest level of the prompt, and the widest of the answer."""
+    if not possible:
+        return None
+    return min(prompt for prompt, _ in possible), min(answer for _, answer in possible)
 
 
 # -- inside --------------------------------------------------------------------------------------

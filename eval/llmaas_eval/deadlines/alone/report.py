@@ -5,26 +5,23 @@ Intervals are paired over the questions, which all methods answered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from llmaas_eval.deadlines.alone.answering import OURS
-from llmaas_eval.deadlines.alone.cells import MEASURES, Case, Cells, Values, models_of
+from llmaas_eval.deadlines.alone.cells import MEASURES, Case, Cells, models_of
+from llmaas_eval.deadlines.alone.comparing import GAINS, IMPOSSIBLE, compared, gain
 from llmaas_eval.deadlines.alone.overhead_tables import TABLES as OVERHEAD
 from llmaas_eval.deadlines.alone.promises import APART, TOGETHER
 from llmaas_eval.deadlines.alone.study import BEST, ONE_LEVEL, RANDOM, WIDEST
+from llmaas_eval.deadlines.alone.variant_tables import TABLES as VARIANTS
 from llmaas_eval.deadlines.loaded.baselines import SCRATCH
-from llmaas_eval.stats import mean_interval
 from llmaas_eval.tables import (
     Maker,
     NoRowsError,
     Output,
     Table,
     as_markdown,
-    number,
     percent,
-    spread,
 )
 
 __all__ = ["TABLES", "report"]
@@ -35,8 +32,6 @@ _NOTE = (
     "other papers do takes the time of our level of the same share."
 )
 _WAYS = (BEST, OURS, WIDEST, ONE_LEVEL, RANDOM)
-_IMPOSSIBLE = "impossible"
-_GAINS = tuple(f"ours − it: {name}" for name in MEASURES)
 
 
 def report(document: Output) -> str:
@@ -56,11 +51,11 @@ def _apps(outputs: Sequence[Output]) -> Table:
         for app, case in cases.items():
             for by in cells.methods:
                 about = [model, app, _promise(case), by, _levels(cells.levels(case, by))]
-                lines.append([*about, *_compared(cells, [case], by)])
+                lines.append([*about, *compared(cells, [case], by)])
         for by in cells.methods:
             about = [model, "all", "each its own", by, ""]
-            lines.append([*about, *_compared(cells, [*cases.values()], by)])
-    heads = ["model", "app", "promise", "by", "prompt / answer", *MEASURES, *_GAINS]
+            lines.append([*about, *compared(cells, [*cases.values()], by)])
+    heads = ["model", "app", "promise", "by", "prompt / answer", *MEASURES, *GAINS]
     return Table(heads, lines, "lllll".ljust(len(heads), "r"))
 
 
@@ -78,7 +73,7 @@ def _grid(outputs: Sequence[Output]) -> Table:
         for name in MEASURES:
             for first in firsts:
                 gains = [found[first, further] for further in furthers]
-                cell = [_gain(one, name) if one else _IMPOSSIBLE for one in gains]
+                cell = [gain(one[OURS], one[SCRATCH], name) if one else IMPOSSIBLE for one in gains]
                 lines.append([model, name, percent(first), *cell])
     if not lines:
         raise NoRowsError("no rows of models that were trained from scratch")
@@ -93,13 +88,13 @@ def _answer_time(outputs: Sequence[Output]) -> Table:
         cells = Cells(outputs, model)
         for (limit, _), cases in _by_promise(cells, TOGETHER).items():
             lines += [
-                [model, percent(limit), by, *_compared(cells, cases, by)]
+                [model, percent(limit), by, *compared(cells, cases, by)]
                 for by in cells.methods
                 if by != WIDEST
             ]
     if not lines:
         raise NoRowsError("no rows of limits of the whole answer")
-    heads = ["model", "limit", "by", *MEASURES, *_GAINS]
+    heads = ["model", "limit", "by", *MEASURES, *GAINS]
     return Table(heads, lines, "lrl".ljust(len(heads), "r"))
 
 
@@ -115,7 +110,7 @@ def _ways(outputs: Sequence[Output]) -> Table:
                 for by in _WAYS:
                     line.append(percent(float(found[by]["agrees"].mean()), 1))
                     if by != RANDOM:
-                        line.append(_gain({OURS: found[by], RANDOM: found[RANDOM]}, "agrees"))
+                        line.append(gain(found[by], found[RANDOM], "agrees"))
                 lines.append(line)
     heads = ["model", "promise"]
     for by in _WAYS:
@@ -128,6 +123,7 @@ TABLES: Mapping[str, Maker] = {
     "alone-grid": _grid,
     "alone-answer-time": _answer_time,
     "alone-ways": _ways,
+    **VARIANTS,
     **OVERHEAD,
 }
 
@@ -141,28 +137,6 @@ def _by_promise(cells: Cells, kind: str) -> Mapping[tuple[float, float], list[Ca
     for case in sorted(cells.cases(kind), key=lambda case: (-case.first, -case.further)):
         found.setdefault((case.first, case.further), []).append(case)
     return found
-
-
-def _compared(cells: Cells, cases: Sequence[Case], by: str) -> Iterator[str]:
-    """Yield a method's means over the cases that it and ours keep, and how much better ours is."""
-    found = cells.joined(cases, [OURS, by])
-    for name in MEASURES:
-        if not found:
-            yield _IMPOSSIBLE
-        elif name == "nats":
-            yield number(float(found[by][name].mean()), 3)
-        else:
-            yield percent(float(found[by][name].mean()), 1)
-    for name in MEASURES:
-        theirs = {OURS: found[OURS], by: found[by]} if found else {}
-        yield _gain(theirs, name) if len(theirs) > 1 else ""
-
-
-def _gain(found: Mapping[str, Values], name: str) -> str:
-    """Return how much more the first of two methods has than the second: points, or nats."""
-    ours, theirs = found.values()
-    factor, digits = (1, 3) if name == "nats" else (100, 1)
-    return spread(mean_interval(np.asarray(factor * (ours[name] - theirs[name]))), digits)
 
 
 def _promise(case: Case) -> str:

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from llmaas_eval.deadlines.alone.answering import OURS, PAIRS, WHOLE, Asked, ByMethod
+from llmaas_eval.deadlines.alone.answering import OURS, WHOLE, Asked, ByMethod
 from llmaas_eval.deadlines.alone.choosing import Judge, Judged
-from llmaas_eval.deadlines.alone.promises import APART, Promise, Times, feasible, times_of
+from llmaas_eval.deadlines.alone.promises import APART, Promise, Times, feasible, times_of, widest
 from llmaas_eval.deadlines.loaded.scoring import Pair
 from llmaas_plugins.elastic.latency import Latency
 
-__all__ = ["BEST", "ONE_LEVEL", "RANDOM", "WIDEST", "Row", "rows_of"]
+__all__ = ["BEST", "ONE_LEVEL", "RANDOM", "WIDEST", "Row", "rows_of", "values_of"]
 
 WIDEST, ONE_LEVEL = "ours, widest", "ours, one level"
 RANDOM, BEST = "ours, random setting", "ours, best for each question"
@@ -39,7 +39,7 @@ def rows_of(
         whole = found[name][OURS][WHOLE]
         judge = Judge(whole, [item.choice for item in items])
         about = {"model": of.name, "set": name}
-        yield {"row": "whole", **about, **_values(judge.of(whole, [WHOLE]))}
+        yield {"row": "whole", **about, **values_of(judge.of(whole, [WHOLE]))}
         for pair, scores in found[name][OURS].items():
             one = judge.of(scores, [pair])
             means = {key: float(getattr(one, key).mean()) for key in ("agrees", "right", "nats")}
@@ -49,7 +49,13 @@ def rows_of(
             for by, judged in _arms(found[name], judge, times, promise):
                 row = {"row": "promise", **about, **promise._asdict(), "by": by}
                 levels = [_levels(latency, pair) for pair in judged.settings] if judged else []
-                yield {**row, "levels": levels, **(_values(judged) if judged else {})}
+                yield {**row, "levels": levels, **(values_of(judged) if judged else {})}
+
+
+def values_of(judged: Judged) -> dict[str, list[float]]:
+    """Return the values of each question, rounded, so that the output is short."""
+    names = ("agrees", "right", "nats")
+    return {name: np.round(getattr(judged, name), _DIGITS).tolist() for name in names}
 
 
 # -- inside --------------------------------------------------------------------------------------
@@ -60,11 +66,11 @@ def _arms(
 ) -> Iterator[tuple[str, Judged | None]]:
     """Yield each method and what it answers under a promise; None if it cannot keep it."""
     ours = found[OURS]
-    possible = feasible(promise, times, PAIRS)
+    possible = feasible(promise, times, [*ours])
     yield OURS, judge.chosen(ours, possible)
     if promise.kind == APART:
-        widest = _widest(possible)
-        yield WIDEST, judge.of(ours[widest], [widest, widest]) if widest else None
+        pair = widest(possible)
+        yield WIDEST, judge.of(ours[pair], [pair, pair]) if pair else None
     yield ONE_LEVEL, judge.chosen(ours, [pair for pair in possible if pair[0] == pair[1]])
     yield RANDOM, judge.random(ours, possible)
     yield BEST, judge.best(ours, possible)
@@ -73,18 +79,5 @@ def _arms(
             yield method, judge.chosen(theirs, feasible(promise, times, [*theirs]))
 
 
-def _widest(possible: Sequence[Pair]) -> Pair | None:
-    """Return the widest level of the prompt, and the widest of the answer."""
-    if not possible:
-        return None
-    return min(prompt for prompt, _ in possible), min(answer for _, answer in possible)
-
-
 def _levels(latency: Latency, pair: Pair) -> list[float]:
     return [latency.levels[i] for i in pair]
-
-
-def _values(judged: Judged) -> dict[str, list[float]]:
-    """Return the values of each question, rounded, so that the output is short."""
-    names = ("agrees", "right", "nats")
-    return {name: np.round(getattr(judged, name), _DIGITS).tolist() for name in names}
