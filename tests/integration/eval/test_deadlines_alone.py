@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from preparing import prepare
 
-from llmaas_eval.deadlines.alone import overhead
+from llmaas_eval.deadlines.alone import overhead, variants
 from llmaas_eval.deadlines.alone.answering import OURS, PAIRS, WHOLE, Asked, answers
 from llmaas_eval.deadlines.loaded.answers import app_items, tokenizer
 from llmaas_eval.deadlines.loaded.questions import AppQuestions, Question
 from llmaas_eval.deadlines.model import write_model
+from llmaas_eval.elastic.prepared import write_uniform
 from llmaas_eval.models import SHAPE_TINY
 from llmaas_plugins.elastic.uniform import LEVELS
+from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
 
 NARROWEST = len(LEVELS) - 1
 APP = AppQuestions(
@@ -55,6 +59,42 @@ def test_answers_are_of_all_settings_and_kept(asked):
     again = answers(of, folder)["Rewind"]
     assert {path: path.stat().st_mtime_ns for path in (folder / "answers").iterdir()} == kept
     assert again[OURS][NARROWEST, NARROWEST].nats.tolist() == narrow.tolist()
+
+
+@pytest.mark.slow
+def test_units_can_stay_in_their_own_order(asked, reference_model, tmp_path):
+    of, _ = asked
+    blocks = blocks_of(reference_model)
+    scores = Scores(
+        np.tile(np.arange(blocks.n_groups, dtype=np.float64), (blocks.n_layers, 1)),
+        np.tile(np.arange(blocks.n_ff, dtype=np.float64), (blocks.n_layers, 1)),
+        Calibration("0" * 64, 0, 0, "none"),
+    )  # the last units count most, so that the order is reversed
+    (tmp_path / "models").mkdir()
+    write_uniform(reference_model, tmp_path / "models" / f"{of.path.stem}.elastic.gguf", scores)
+    arms = [
+        replace(
+            of, name=str(is_reordered), methods=[], settings={"Rewind": [WHOLE, (4, 4)]},
+            is_reordered=is_reordered,
+        )
+        for is_reordered in (True, False)
+    ]  # fmt: skip
+    reordered, own = (answers(arm, tmp_path)["Rewind"][OURS] for arm in arms)
+    assert np.abs(reordered[4, 4].nats - own[4, 4].nats).min() > 0.01
+    assert reordered[WHOLE].nats == pytest.approx(own[WHOLE].nats, rel=0.02)
+
+
+@pytest.mark.slow
+def test_shorter_prompts_keep_their_questions(asked):
+    of, folder = asked
+    items = of.sets["Rewind"]
+    prepared = folder / "models" / f"{of.path.stem}.elastic.gguf"
+    found = variants.shorter(prepared, of.sets, {"Rewind": [10, 12]}, "attention", 0.7)["Rewind"]
+    for short, item, n in zip(found, items, (10, 12), strict=True):
+        assert short.prompt[-n:] == [*item.prompt[-n:]]
+        assert short.prompt[0] == item.prompt[0]
+        assert len(short.prompt) <= 0.7 * len(item.prompt) + 1
+        assert short._replace(prompt=item.prompt) == item
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from llmaas_eval.data import packaged_documents
 from llmaas_eval.deadlines.loaded.answers import Kept
 from llmaas_eval.deadlines.loaded.baselines import BASELINES, SCRATCH, Source
 from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores
+from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.prepared import default_variant, prepared
 from llmaas_eval.elastic.texts import windows_of
 from llmaas_eval.weights import f16_copy
@@ -47,6 +48,8 @@ class Asked:
         methods: Names of other papers' methods to ask as well.
         is_quick: Whether the search of widths is left out.
         settings: Settings to answer at by set, other methods at those of one level; None for all.
+        is_reordered: Whether the most important units come first; if not, levels use the same
+            numbers of units in the model's own order, without compensation.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Asked:
     methods: Sequence[str]
     is_quick: bool = False
     settings: Mapping[str, Collection[Pair]] | None = None
+    is_reordered: bool = True
 
     def settings_of(self, name: str) -> Collection[Pair]:
         """Return the settings to answer a set at."""
@@ -73,6 +77,8 @@ def answers(of: Asked, folder: Path) -> Mapping[str, ByMethod]:
     """
     models, kept = folder / "models", Kept(folder / "answers")
     ours = default_variant(prepared(of.path, models, is_quick=of.is_quick), LEVELS)
+    if not of.is_reordered:
+        ours = Variant(of.path, ours.blocks, ours.levels)
     found: dict[str, dict[str, Mapping[Pair, Scores]]] = {
         name: {OURS: kept.scores(f"{of.name}-{name}", ours, items, of.settings_of(name))}
         for name, items in of.sets.items()

@@ -8,6 +8,7 @@ papers' narrowed ones, and times are those of a random model of a 200 M shape. P
     answers    for each promise of a grid, a setting that keeps it is chosen on one half of the
                questions, and judged on the other
     weights    the widest settings that keep each app's promise, with weights in several types
+    reordering the same, with the model's units in the order of their importance and in its own
     concise    the same, with prompts that callers have shortened by 15 %
     shares     the whole model's answers to prompts of which words are left out
     memory     peak memory of serving all levels of the random model, or a file for each level

@@ -99,6 +99,24 @@ def _weights(plan: Plan) -> Iterator[Row]:
         yield from rows_of(of, answers(of, plan.folder), plan.latency, _grid())
 
 
+def _reordering(plan: Plan) -> Iterator[Row]:
+    """Yield the answers of ours with and without the reordering of units (Fig 18c)."""
+    found = settings(plan.sets, plan.latency)
+    sets = {name: items for name, items in plan.sets.items() if name in found}
+    for name, is_reordered in (("reordered", True), ("not reordered", False)):
+        of = Asked(
+            f"{_NAME}, {name}",
+            reference_model_path(),
+            sets,
+            {},
+            [],
+            plan.is_quick,
+            found,
+            is_reordered,
+        )
+        yield from rows_of(of, answers(of, plan.folder), plan.latency, _grid())
+
+
 def _concise(plan: Plan) -> Iterator[Row]:
     """Yield the answers to prompts of which callers left out 15 % (Fig 19b)."""
     sets = shorter(_prepared(plan), plan.sets, plan.question_tokens, SCORERS[-1], _CONCISE)
@@ -131,6 +149,7 @@ def _shares(plan: Plan) -> Iterator[Row]:
 PARTS: Mapping[str, Callable[[Plan], Iterator[Row]]] = {
     "answers": _all_settings,
     "weights": _weights,
+    "reordering": _reordering,
     "concise": _concise,
     "shares": _shares,
 }

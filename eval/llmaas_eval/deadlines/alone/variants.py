@@ -127,6 +127,7 @@ def share_rows(
 def _shorter(
     engine: Engine, prompt: Sequence[int], n_question: int, scorer: str, share: float
 ) -> list[int]:
-    words = only_question(words_of(engine, as_tokens(prompt)), n_question)
+    begin, *rest = prompt  # the token that begins a text is no word
+    words = only_question(words_of(engine, as_tokens(rest)), n_question)
     scores = scorers_of(engine, [scorer])[scorer](words, Material(engine, as_tokens([])))
-    return [*map(int, shortened(words, scores, share))]
+    return [begin, *shortened(words, scores, share).tolist()]
