@@ -13,7 +13,6 @@ from llmaas_eval.deadlines.alone.cells import Case, Cells
 from llmaas_eval.deadlines.alone.choosing import Judge
 from llmaas_eval.deadlines.alone.promises import (
     APART,
-    TOGETHER,
     apart,
     feasible,
     times_of,
@@ -171,16 +170,23 @@ def test_ways_to_choose_are_compared_with_a_random_setting(outputs):
     table = report.TABLES["alone-ways"](outputs)
     first = dict(zip(table.columns, table.rows[0], strict=True))
     assert first["promise"] == "100 % / 100 %"
+    promises = [row[1] for row in table.rows]
+    assert promises[-2:] == ["30 % / 60 %", "30 % / 50 %"]  # in place of 20 %
+    assert len(promises) == 6
     assert (first[study.BEST], first[OURS], first[study.WIDEST]) == ("100.0 %",) * 3
     assert float(first[study.RANDOM].removesuffix(" %")) < 65
 
 
 def test_whole_answers_have_limits_too(outputs):
-    rows = report.TABLES["alone-answer-time"](outputs).rows
-    assert {row[1] for row in rows} == {f"{round(100 * level)} %" for level in LEVELS}
-    ours = {row[1]: row[3] for row in rows if row[2] == OURS}
-    assert (ours["100 %"], ours["20 %"]) == ("100.0 %", "impossible")
-    assert TOGETHER in {case.kind for case in Cells(outputs, "tiny").cases(TOGETHER)}
+    table = report.TABLES["alone-answer-time"](outputs)
+    assert table.columns[3:] == ["ours", "ours − ours, one level", "ours − PFS"]
+    by = {(row[1], row[2]): row[3:] for row in table.rows}
+    assert len(by) == 3 * len(LEVELS)
+    assert by["agrees", "20 %"] == ["impossible"] * 3
+    assert by["agrees", "100 %"][0] == "100.0 %"
+    assert by["agrees", "100 %"][2].startswith("+100.0 (")
+    over_one_level = by["agrees", "60 %"][1].split(" ")[0]
+    assert float(over_one_level) > 0  # a narrow prompt pays for a wide answer
 
 
 def test_the_report_says_that_times_and_quality_are_of_different_models(outputs):

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from llmaas_eval.deadlines.alone.answering import OURS
 from llmaas_eval.deadlines.alone.cells import MEASURES, Case, Cells, models_of
-from llmaas_eval.deadlines.alone.comparing import GAINS, IMPOSSIBLE, compared, gain
+from llmaas_eval.deadlines.alone.comparing import GAINS, IMPOSSIBLE, compared, gain, mean
 from llmaas_eval.deadlines.alone.overhead_tables import TABLES as OVERHEAD
 from llmaas_eval.deadlines.alone.promises import APART, TOGETHER
 from llmaas_eval.deadlines.alone.study import BEST, ONE_LEVEL, RANDOM, WIDEST
 from llmaas_eval.deadlines.alone.variant_tables import TABLES as VARIANTS
 from llmaas_eval.deadlines.loaded.baselines import SCRATCH
+from llmaas_eval.deadlines.loaded.traces import SHARES
 from llmaas_eval.tables import (
     Maker,
     NoRowsError,
@@ -31,6 +32,7 @@ _NOTE = (
     "levels: quality and times come from different models. A method that narrows the model as "
     "other papers do takes the time of our level of the same share."
 )
+_NO_RIVALS = (WIDEST, BEST, RANDOM)
 _WAYS = (BEST, OURS, WIDEST, ONE_LEVEL, RANDOM)
 
 
@@ -82,20 +84,23 @@ def _grid(outputs: Sequence[Output]) -> Table:
 
 
 def _answer_time(outputs: Sequence[Output]) -> Table:
-    """Show each method's answers under limits of the time of the whole answer."""
-    lines = []
+    """Show how much better ours is than each method under limits of the whole answer's time."""
+    lines, others = list[list[str]](), list[str]()
     for model in models_of(outputs):
         cells = Cells(outputs, model)
-        for (limit, _), cases in _by_promise(cells, TOGETHER).items():
-            lines += [
-                [model, percent(limit), by, *compared(cells, cases, by)]
-                for by in cells.methods
-                if by != WIDEST
-            ]
+        others = [by for by in cells.methods if by not in {OURS, *_NO_RIVALS}]
+        by_promise = _by_promise(cells, TOGETHER)
+        for name in MEASURES:
+            for (limit, _), cases in by_promise.items():
+                found = [cells.joined(cases, [OURS, by]) for by in (OURS, *others)]
+                cell = [mean(found[0][OURS], name) if found[0] else IMPOSSIBLE]
+                for by, one in zip(others, found[1:], strict=True):
+                    cell.append(gain(one[OURS], one[by], name) if one else IMPOSSIBLE)
+                lines.append([model, name, percent(limit), *cell])
     if not lines:
         raise NoRowsError("no rows of limits of the whole answer")
-    heads = ["model", "limit", "by", *MEASURES, *GAINS]
-    return Table(heads, lines, "lrl".ljust(len(heads), "r"))
+    heads = ["model", "measure", "limit", OURS, *(f"ours − {by}" for by in others)]
+    return Table(heads, lines, "ll".ljust(len(heads), "r"))
 
 
 def _ways(outputs: Sequence[Output]) -> Table:
@@ -103,8 +108,9 @@ def _ways(outputs: Sequence[Output]) -> Table:
     lines = []
     for model in models_of(outputs):
         cells = Cells(outputs, model)
-        for (first, further), cases in _by_promise(cells, APART).items():
-            found = cells.joined(cases, _WAYS)
+        by_promise = _by_promise(cells, APART)
+        for first, further in _app_promises(cells, by_promise):
+            found = cells.joined(by_promise[first, further], _WAYS)
             if found:
                 line = [model, _promise(Case("", APART, first, further))]
                 for by in _WAYS:
@@ -137,6 +143,23 @@ def _by_promise(cells: Cells, kind: str) -> Mapping[tuple[float, float], list[Ca
     for case in sorted(cells.cases(kind), key=lambda case: (-case.first, -case.further)):
         found.setdefault((case.first, case.further), []).append(case)
     return found
+
+
+def _app_promises(
+    cells: Cells, by_promise: Mapping[tuple[float, float], Sequence[Case]]
+) -> list[tuple[float, float]]:
+    """Return the apps' promises; in place of one that ours cannot keep, the next wider one."""
+    found = dict[tuple[float, float], None]()
+    for least, further in reversed([*SHARES.values()]):
+        firsts = sorted(
+            first
+            for first, other in by_promise
+            if other == further
+            and first >= least
+            and cells.joined(by_promise[first, other], [OURS])
+        )
+        found |= dict.fromkeys((first, further) for first in firsts[:1])
+    return [*found]
 
 
 def _promise(case: Case) -> str:
