@@ -48,7 +48,7 @@ class Judge:
     def chosen(self, by_pair: Mapping[Pair, Scores], feasible: Sequence[Pair]) -> Judged | None:
         """Judge the setting that agrees most on the other half; None if no setting is feasible.
 
-        Of settings that agree equally often, the one with the likeliest right answers counts.
+        If several agree equally often, the one with the likeliest right answers counts.
         """
         if not feasible:
             return None
