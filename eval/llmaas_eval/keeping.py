@@ -29,7 +29,7 @@ REPORTS = (
     "llmaas_eval.deadlines.report",
     "llmaas_eval.deadlines.certificate_report",
     "llmaas_eval.deadlines.loaded.kept",
-    "llmaas_eval.deadlines.alone.report",
+    "llmaas_eval.deadlines.alone.kept",
     "llmaas_eval.tasks.report",
     "llmaas_eval.prompts.narrow_tables",
     "llmaas_eval.prompts.gap_tables",
