@@ -11,5 +11,5 @@ __all__ = ["TABLES"]
 
 TABLES: Mapping[str, Maker] = {
     name: report.TABLES[name]
-    for name in ("alone-apps", "alone-grid", "alone-answer-time", "alone-ways")
+    for name in ("alone-apps", "alone-answer-time", "alone-ways")
 }
