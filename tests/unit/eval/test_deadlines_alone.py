@@ -215,16 +215,22 @@ def test_variants_are_asked_only_for_the_widest_settings_that_keep_each_promise(
 
 def test_variants_are_compared_with_the_first_model(outputs):
     worse = [
-        {**row, "model": "tiny, Q4_0", "nats": [one + 0.25 for one in row["nats"]]}
-        if "nats" in row and row["row"] == "promise"
-        else {**row, "model": "tiny, Q4_0"}
+        {
+            **row,
+            "model": "tiny, Q4_0",
+            "nats": [one + 0.25 for one in row.get("nats", ())],
+            "has_all_settings": False,
+        }
         for row in outputs[0]["rows"]
+        if row["row"] == "promise"
     ]
     table = report.TABLES["alone-variants"]([*outputs, {"rows": worse}])
     found = {(row[0], row[1]): row[2:] for row in table.rows}
     assert found["tiny, Q4_0", study.WIDEST][-1].startswith("+0.250 (")
     assert found["tiny", study.WIDEST][-1] == found["tiny", "PFS"][-1] == ""
     assert found["tiny", "PFS"][3].startswith("+68.8 (")
+    ways = report.TABLES["alone-ways"]([*outputs, {"rows": worse}])
+    assert {row[0] for row in ways.rows} == {"tiny"}
 
 
 def test_words_are_compared_with_random_ones_at_the_same_share():

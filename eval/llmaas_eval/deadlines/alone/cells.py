@@ -97,14 +97,22 @@ class Cells:
         return found
 
 
-def models_of(outputs: Sequence[Output]) -> list[str]:
+def models_of(outputs: Sequence[Output], *, has_all_settings: bool = True) -> list[str]:
     """Return the names of the models that have rows of promises.
+
+    Args:
+        outputs: Outputs of the study.
+        has_all_settings: Whether to leave out models that were not asked at all settings.
 
     Raises:
         NoRowsError: There are none.
     """
     rows = (row for output in outputs for row in output["rows"] if row["row"] == "promise")
-    found = list(dict.fromkeys(row["model"] for row in rows))
+    found = list(
+        dict.fromkeys(
+            row["model"] for row in rows if row["has_all_settings"] or not has_all_settings
+        )
+    )
     if not found:
         raise NoRowsError("no rows of promises")
     return found

@@ -48,6 +48,7 @@ def rows_of(
         for promise in promises:
             for by, judged in _arms(found[name], judge, times, promise):
                 row = {"row": "promise", **about, **promise._asdict(), "by": by}
+                row["has_all_settings"] = of.settings is None
                 levels = [_levels(latency, pair) for pair in judged.settings] if judged else []
                 yield {**row, "levels": levels, **(values_of(judged) if judged else {})}
 

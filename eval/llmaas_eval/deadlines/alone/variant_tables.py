@@ -23,7 +23,7 @@ def _variants(outputs: Sequence[Output]) -> Table:
     Ours uses the widest settings by time. The last column compares it with the first model's.
     """
     lines, first = list[list[str]](), None
-    for model in models_of(outputs):
+    for model in models_of(outputs, has_all_settings=False):
         cells = Cells(outputs, model)
         cases = [*cells.app_cases().values()]
         ours = cells.joined(cases, [WIDEST]).get(WIDEST)
