@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from llmaas_hooks import Tokens
 from llmaas_plugins.short_prompts.scorer import Prompt
 
-__all__ = ["Shortened", "budget", "n_read", "needs_scores", "shorten"]
+__all__ = ["Room", "Shortened", "budget", "shorten"]
 
 _ROUNDING = 1e-6
 """Shares such as 0.29 are not exact in binary; the product with 100 is 29."""
@@ -54,18 +55,45 @@ def budget(prompt: Prompt, share: float) -> int:
     return max(1, math.floor(share * len(prompt.tokens) + _ROUNDING))
 
 
-def n_read(prompt: Prompt, n_budget: int) -> int:
-    """Return about how many tokens ``shorten`` keeps, without any scores.
+class Room(NamedTuple):
+    """Tokens of a prompt that must stay, which tell what a budget leaves for others.
 
-    Without protected words of many tokens, the true number is less by less than one word.
+    Attributes:
+        n_tokens: Tokens of the prompt.
+        n_protected: Tokens of protected words.
+        n_frequent: Tokens of those of them of which texts may be full.
     """
-    n_protected = _n_tokens(prompt, _protected(prompt, n_budget))
-    return min(len(prompt.tokens), max(n_budget, n_protected))
 
+    n_tokens: int
+    n_protected: int
+    n_frequent: int
 
-def needs_scores(prompt: Prompt, n_budget: int) -> bool:
-    """Return whether the protected words leave room for others."""
-    return _n_tokens(prompt, _protected(prompt, n_budget)) < n_budget
+    @classmethod
+    def of(cls, prompt: Prompt) -> Self:
+        """Count the tokens of a prompt."""
+        sizes = np.diff(prompt.starts)
+        counts = (int(sizes[words].sum()) for words in (prompt.is_protected, prompt.is_frequent))
+        return cls(len(prompt.tokens), *counts)
+
+    def is_crowded(self, n_budget: int) -> bool:
+        """Return whether frequent words would take more than half of what the others leave."""
+        n_left = n_budget - (self.n_protected - self.n_frequent)
+        return 2 * self.n_frequent > max(0, n_left)
+
+    def n_kept(self, n_budget: int) -> int:
+        """Return the tokens of the words that must stay within a budget."""
+        return self.n_protected - (self.n_frequent if self.is_crowded(n_budget) else 0)
+
+    def n_read(self, n_budget: int) -> int:
+        """Return about how many tokens ``shorten`` keeps, without any scores.
+
+        Without protected words of many tokens, the true number is less by less than one word.
+        """
+        return min(self.n_tokens, max(n_budget, self.n_kept(n_budget)))
+
+    def needs_scores(self, n_budget: int) -> bool:
+        """Return whether the words that must stay leave room for others."""
+        return self.n_kept(n_budget) < n_budget
 
 
 def shorten(prompt: Prompt, scores: NDArray[np.float32], n_budget: int) -> Shortened:
@@ -83,10 +111,10 @@ def shorten(prompt: Prompt, scores: NDArray[np.float32], n_budget: int) -> Short
             others leave: a text full of them would else be a list of them, without what they are
             about.
     """
-    sizes = np.diff(prompt.starts).astype(np.int64)
-    is_kept = _protected(prompt, n_budget)
-    is_crowded = bool((is_kept != prompt.is_protected).any())
-    room = n_budget - int(sizes[is_kept].sum())
+    sizes, must_stay = np.diff(prompt.starts), Room.of(prompt)
+    is_crowded = must_stay.is_crowded(n_budget)
+    is_kept = prompt.is_protected & ~(prompt.is_frequent & is_crowded)
+    room = n_budget - must_stay.n_kept(n_budget)
     free = np.flatnonzero(~is_kept)
     order = free[np.argsort(-scores[free], kind="stable")]  # NaN comes last
     while room > 0 and len(order):
@@ -97,18 +125,3 @@ def shorten(prompt: Prompt, scores: NDArray[np.float32], n_budget: int) -> Short
         order = order[n:]
     tokens = prompt.tokens[np.repeat(is_kept, sizes)]
     return Shortened(prompt, is_kept, tokens, exceeds=room < 0, is_crowded=is_crowded)
-
-
-# -- inside --------------------------------------------------------------------------------------
-
-
-def _protected(prompt: Prompt, n_budget: int) -> NDArray[np.bool_]:
-    """Return the words that must stay within a budget, shape ``(n_words,)``."""
-    firm = prompt.is_protected & ~prompt.is_frequent
-    room = max(0, n_budget - _n_tokens(prompt, firm))
-    fits = 2 * _n_tokens(prompt, prompt.is_frequent) <= room
-    return prompt.is_protected.copy() if fits else firm
-
-
-def _n_tokens(prompt: Prompt, words: NDArray[np.bool_]) -> int:
-    return int(np.diff(prompt.starts)[words].sum())

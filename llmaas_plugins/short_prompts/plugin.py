@@ -19,13 +19,7 @@ from llmaas_hooks import (
     forks,
     hookimpl,
 )
-from llmaas_plugins.short_prompts.budget import (
-    Shortened,
-    budget,
-    n_read,
-    needs_scores,
-    shorten,
-)
+from llmaas_plugins.short_prompts.budget import Room, Shortened, budget, shorten
 from llmaas_plugins.short_prompts.choice import ScorerChoice
 from llmaas_plugins.short_prompts.config import ShortPromptsConfig
 from llmaas_plugins.short_prompts.patterns import Pattern
@@ -103,13 +97,14 @@ class ShortPrompts:
         if llama in self._failing:
             return None
         prompt, n_tokens = self._prompt(request), len(request.tokens)
+        room = Room.of(prompt)
         seconds = self._scorers.scorer_for(llama).seconds(n_tokens)
         found: list[ShorterPrompt] = []
         for share in sorted(shares, reverse=True):
             n_budget = budget(prompt, share)
-            n_left = n_read(prompt, n_budget)
+            n_left = room.n_read(n_budget)
             if n_left < (found[-1].n_tokens if found else n_tokens):
-                before_s = seconds if needs_scores(prompt, n_budget) else 0.0
+                before_s = seconds if room.needs_scores(n_budget) else 0.0
                 found.append(ShorterPrompt(share, n_left, before_s))
         if not found:
             return None
@@ -160,7 +155,7 @@ class ShortPrompts:
     def _shortened(self, llama: Any, prompt: Prompt, share: float) -> Shortened:
         n_budget = budget(prompt, share)
         scores = np.zeros(len(prompt.words), np.float32)
-        if needs_scores(prompt, n_budget):
+        if Room.of(prompt).needs_scores(n_budget):
             try:
                 scores = self._scorers.scorer_for(llama).scores(prompt, llama)
             except Exception:

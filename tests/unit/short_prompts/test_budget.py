@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llmaas_plugins.short_prompts.budget import budget, n_read, shorten
+from llmaas_plugins.short_prompts.budget import Room, budget, shorten
 from llmaas_plugins.short_prompts.scorer import Prompt
 
 
@@ -63,7 +63,7 @@ def test_too_many_protected_words_are_flagged_and_kept_alone():
     found = shorten(prompt, scored(1, 9, 1), 5)
     assert kept(found) == [0, 2]
     assert found.exceeds
-    assert n_read(prompt, 5) == len(found.tokens) == 6
+    assert Room.of(prompt).n_read(5) == len(found.tokens) == 6
 
 
 def test_a_budget_that_suffices_keeps_everything():
@@ -71,7 +71,7 @@ def test_a_budget_that_suffices_keeps_everything():
     found = shorten(prompt, scored(0, 0), 4)
     assert found.is_kept.all()
     assert found.left_out == ()
-    assert n_read(prompt, 9) == 4
+    assert Room.of(prompt).n_read(9) == 4
 
 
 def test_words_left_out_in_a_row_are_one_text():
@@ -96,6 +96,6 @@ def test_numbers_and_names_may_go_if_they_would_take_more_than_half_of_the_budge
     assert np.flatnonzero(crowded.is_kept).tolist() == [0, 2, 4, 7, 8, 9]
     assert crowded.is_crowded
     assert not crowded.exceeds
-    assert n_read(frequent, 12) == 12
-    assert n_read(frequent, 4) == 6
+    assert Room.of(frequent).n_read(12) == 12
+    assert Room.of(frequent).n_read(4) == 6
     assert shorten(frequent, scores, 4).exceeds
