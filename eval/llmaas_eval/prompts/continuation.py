@@ -16,7 +16,7 @@ import numpy as np
 
 from llmaas_eval.prompts.command import Row, finish, kept, parse, parser_of
 from llmaas_eval.prompts.engine import Engine, LogP, opened
-from llmaas_eval.prompts.passages import Passage, passages
+from llmaas_eval.prompts.passages import Passage, conversations, passages
 from llmaas_eval.prompts.scorers import NAMES, UNTRAINED, Material, Scorer, scorers_of
 from llmaas_eval.prompts.shorter import SHARES, WHOLE, shorter
 from llmaas_eval.prompts.words import words_of
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arms = {"scorers": args.scorers, "shares": args.shares}
     about = {"study": "continuation", "lengths": _LENGTHS, "n_rest": _N_REST, **arms}
     with opened(options.model, _LENGTHS[1] + _N_REST) as engine:
-        found = passages(engine, options.data, options.n, _LENGTHS, _N_REST)
+        texts = conversations(options.data)
+        found = passages(engine, texts, options.n, _LENGTHS, _N_REST)
         scorers = scorers_of(engine, args.scorers)
         rows = kept(
             options, about, found, lambda one: list(_measured(engine, one, scorers, args.shares))

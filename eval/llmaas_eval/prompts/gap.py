@@ -11,9 +11,23 @@ from numpy.typing import NDArray
 
 from llmaas_eval.results import Result
 
-__all__ = ["Chosen", "Cost", "Setting", "chosen", "costs", "feasible", "settings"]
+__all__ = [
+    "BY_KIND",
+    "CONSTANT",
+    "ORACLE",
+    "Chosen",
+    "Cost",
+    "Setting",
+    "chosen",
+    "costs",
+    "feasible",
+    "settings",
+]
 
 Values = NDArray[np.float64]
+
+CONSTANT, BY_KIND, ORACLE = "best constant", "best by kind", "oracle"
+"""Names of choices with which others are compared."""
 
 _LEVEL, _PREFILL, _TOKEN = "level", "512 tokens, 2 threads", "token, 2 threads"
 

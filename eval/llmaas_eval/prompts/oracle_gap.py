@@ -20,7 +20,7 @@ import numpy as np
 from llmaas_eval.data import chat_lines
 from llmaas_eval.prompts.command import Row, finish, kept, parse, parser_of
 from llmaas_eval.prompts.engine import Engine, LogP, as_tokens, opened
-from llmaas_eval.prompts.passages import Passage, passages
+from llmaas_eval.prompts.passages import Passage, conversations, passages
 from llmaas_eval.prompts.recalls import Layout, as_passage, contexts
 from llmaas_eval.prompts.scorers import NAMES, Material, Scorer, scorers_of
 from llmaas_eval.prompts.words import only_question, shortened, words_of
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prompts(engine: Engine, data: Path, n: int) -> Iterator[Passage]:
     """Yield parts of conversations and, as every fourth prompt, a question about a fact."""
-    talks = passages(engine, data, n, _LENGTHS, _N_ANSWER)
+    talks = passages(engine, conversations(data), n, _LENGTHS, _N_ANSWER)
     chats = chat_lines(data, "sgd_dev")
     asked = contexts(engine, chats, n, _LAYOUT)
     for number in range(n):

@@ -12,7 +12,10 @@ from llmaas_eval.data import chat_lines
 from llmaas_eval.prompts.engine import Engine
 from llmaas_hooks import Tokens
 
-__all__ = ["KINDS", "Passage", "passages"]
+__all__ = ["KINDS", "Passage", "Texts", "conversations", "passages"]
+
+Texts = Sequence[Sequence[str]]
+"""Conversations, each of which is its lines."""
 
 _LARGEST_QUESTION = 0.25
 """Largest share of a prompt's tokens that are its question."""
@@ -27,6 +30,7 @@ class Passage(NamedTuple):
         prompt: Tokens of the prompt; it ends with a speaker's name.
         n_question: Number of its last tokens that are the question: the last line and that name.
         rest: Tokens of the text that follows.
+        document: Number of the conversation that it is cut from.
     """
 
     kind: str
@@ -34,30 +38,40 @@ class Passage(NamedTuple):
     prompt: Tokens
     n_question: int
     rest: Tokens
+    document: int
+
+
+def conversations(data: Path) -> dict[str, Texts]:
+    """Return the conversations of each kind.
+
+    Args:
+        data: Folder of the data sets.
+    """
+    return {kind: read(data) for kind, read in KINDS.items()}
 
 
 def passages(
-    engine: Engine, data: Path, n: int, lengths: tuple[int, int], n_rest: int
+    engine: Engine, texts: Mapping[str, Texts], n: int, lengths: tuple[int, int], n_rest: int
 ) -> Iterator[Passage]:
     """Yield ``n`` passages; the kinds take turns.
 
     Args:
         engine: Engine whose tokens are used.
-        data: Folder of the data sets.
+        texts: Conversations of each kind.
         n: Number of passages.
         lengths: Fewest and most tokens of a prompt.
         n_rest: Number of tokens that follow.
     """
-    texts = {kind: read(data) for kind, read in KINDS.items()}
-    randoms = {kind: Random(f"passages {kind}") for kind in KINDS}  # noqa: S311 - texts
-    kinds = list(KINDS)
+    randoms = {kind: Random(f"passages {kind}") for kind in texts}  # noqa: S311 - texts
+    kinds = list(texts)
     for number in range(n):
         kind = kinds[number % len(kinds)]
         while True:
-            lines = randoms[kind].choice(texts[kind])
+            document = randoms[kind].randrange(len(texts[kind]))
+            lines = texts[kind][document]
             found = _passage(engine, randoms[kind], lines, lengths, n_rest)
             if found is not None:
-                yield Passage(kind, number, *found)
+                yield Passage(kind, number, *found, document)
                 break
 
 

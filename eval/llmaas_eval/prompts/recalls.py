@@ -99,7 +99,8 @@ def as_passage(context: Context, question: int) -> Passage:
     """Return a conversation with one question as a prompt, and its answer as the rest."""
     asked = context.asked[question]
     prompt = np.concatenate([context.tokens, asked.prompt])
-    return Passage(context.probe, context.number, prompt, len(asked.prompt), asked.answer)
+    n_question = len(asked.prompt)
+    return Passage(context.probe, context.number, prompt, n_question, asked.answer, context.number)
 
 
 def _context(

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmaas_eval.prompts import break_even_tables, gap_tables, narrow_tables, short_tables
+from llmaas_eval.prompts import (
+    break_even_tables,
+    decision_tables,
+    gap_tables,
+    narrow_tables,
+    short_tables,
+)
 from llmaas_eval.tables import Maker, as_markdown
 
 __all__ = ["TABLES", "report"]
@@ -15,6 +21,7 @@ TABLES: Mapping[str, Maker] = {
     **gap_tables.TABLES,
     **short_tables.TABLES,
     **break_even_tables.TABLES,
+    **decision_tables.TABLES,
 }
 
 

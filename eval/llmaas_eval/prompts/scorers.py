@@ -20,6 +20,7 @@ from llmaas_plugins.short_prompts.scorers import SCORERS as PLUGIN_SCORERS
 from llmaas_plugins.short_prompts.scorers.encoder import EncoderScorer
 
 __all__ = [
+    "ENCODER",
     "NAMES",
     "ORACLE",
     "UNTRAINED",

@@ -13,7 +13,7 @@ from tiny_encoders import N_EMBD, write_package
 from llmaas_eval.data import packaged_lines
 from llmaas_eval.prompts import break_even, continuation, facts, narrow_recall, oracle_gap
 from llmaas_eval.prompts.engine import opened
-from llmaas_eval.prompts.passages import KINDS, passages
+from llmaas_eval.prompts.passages import KINDS, conversations, passages
 from llmaas_eval.prompts.recalls import Layout, as_passage, contexts
 from llmaas_eval.prompts.scorers import ORACLE, UNTRAINED, WHOLE_MODEL, Material, scorers_of
 from llmaas_eval.prompts.words import only_question, words_of
@@ -147,7 +147,7 @@ def test_facts_may_be_anywhere(engine):
 
 
 def test_passages_end_where_a_speaker_begins(engine, data):
-    found = list(passages(engine, data, 6, (64, 128), 8))
+    found = list(passages(engine, conversations(data), 6, (64, 128), 8))
     assert [one.kind for one in found] == [*KINDS, *KINDS]
     for one in found:
         assert 64 <= len(one.prompt) <= 128

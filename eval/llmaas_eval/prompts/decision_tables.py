@@ -1,0 +1,98 @@
+"""Tables of what decisions for each prompt gain over a table of constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmaas_eval.prompts.gap import BY_KIND, CONSTANT, ORACLE
+from llmaas_eval.prompts.rows import Row, rows_of
+from llmaas_eval.stats import Interval
+from llmaas_eval.tables import Maker, Output, Table, number, percent, spread
+from llmaas_plugins.demo.interval import interval, resamples
+
+__all__ = ["TABLES"]
+
+Values = NDArray[np.float64]
+
+_ALL, _NO_GAIN = "all", ("random", CONSTANT, ORACLE)
+
+
+def _agreement(outputs: Sequence[Output]) -> Table:
+    """Show the share of answers whose first tokens are the whole model's, by limit."""
+    rows = rows_of(outputs, "decision")
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    lines = []
+    for seconds, limits, some in _by_limit(rows):
+        values = [number(100 * some[arm].mean(), 1) for arm in arms]
+        lines.append([percent(seconds), limits, *values])
+    return Table(["tiny model", "limits", *arms], lines, "ll" + "r" * len(arms))
+
+
+def _gains(outputs: Sequence[Output]) -> Table:
+    """Show the points that arms gain over the best constant, and their share of the gap."""
+    rows, documents = rows_of(outputs, "decision"), _documents(outputs)
+    arms = dict.fromkeys(row["arm"] for row in rows if row["arm"] not in _NO_GAIN)
+    lines = []
+    for seconds, limits, some in _by_limit(rows):
+        gap = some[ORACLE] - some[CONSTANT]
+        cells = [percent(seconds), limits, number(100 * gap.mean(), 1)]
+        for arm in arms:
+            gain = some[arm] - some[CONSTANT]
+            cells.append(spread(100 * np.array(_mean(gain, documents)), 1))
+            if gap.mean() > 0:
+                cells[-1] += f", {percent(gain.mean() / gap.mean())}"
+        lines.append(cells)
+    return Table(["tiny model", "limits", "gap, points", *arms], lines, "llr" + "r" * len(arms))
+
+
+def _over_kinds(outputs: Sequence[Output]) -> Table:
+    """Show the points that heads gain over a table for each kind of prompts."""
+    rows, documents = rows_of(outputs, "decision"), _documents(outputs)
+    arms = dict.fromkeys(row["arm"] for row in rows if row["arm"] not in (*_NO_GAIN, BY_KIND))
+    lines = []
+    for seconds, limits, some in _by_limit(rows):
+        gains = [_mean(some[arm] - some[BY_KIND], documents) for arm in arms]
+        cells = [spread(100 * np.array(gain), 1) for gain in gains]
+        lines.append([percent(seconds), limits, *cells])
+    return Table(["tiny model", "limits", *arms], lines, "ll" + "r" * len(arms))
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _by_limit(rows: Sequence[Row]) -> Iterator[tuple[float, str, Mapping[str, Values]]]:
+    """Yield the tiny model's time, limits, and arms' qualities; at last their means over limits."""
+    for seconds in dict.fromkeys(row["seconds"] for row in rows):
+        some = [row for row in rows if row["seconds"] == seconds]
+        names = {row["arm"]: [np.array(one["quality"]) for one in some if one["arm"] == row["arm"]]
+                 for row in some}  # fmt: skip
+        limits = list(dict.fromkeys(tuple(row["limits"]) for row in some))
+        for at, both in enumerate(limits):
+            yield (
+                seconds,
+                " / ".join(f"{one} %" for one in both),
+                {arm: values[at] for arm, values in names.items()},
+            )
+        yield seconds, _ALL, {arm: np.mean(values, axis=0) for arm, values in names.items()}
+
+
+def _documents(outputs: Sequence[Output]) -> NDArray[np.str_]:
+    return np.array(outputs[0]["settings"]["documents"])
+
+
+def _mean(values: Values, documents: NDArray[np.str_]) -> Interval:
+    """Return the mean of prompts; documents are resampled, as their prompts are alike."""
+    _, number_of = np.unique(documents, return_inverse=True)
+    sums, n = np.bincount(number_of, values), np.bincount(number_of)
+    picks = resamples(len(n))
+    return interval(float(values.mean()), sums[picks].sum(axis=1) / n[picks].sum(axis=1))
+
+
+TABLES: Mapping[str, Maker] = {
+    "prompts-decision-agreement": _agreement,
+    "prompts-decision-gains": _gains,
+    "prompts-decision-over-kinds": _over_kinds,
+}
