@@ -158,25 +158,27 @@ class _Choice:
         masks = [self._masks(limits, seconds) for limits in LIMITS]
         paper = self._softmaxes([encoded for _, encoded in masks])
         for at, (limits, (table, encoded)) in enumerate(zip(LIMITS, masks, strict=True)):
-            constant = self._picked(self._best(table, self._learn))
-            qualities = {
-                _RANDOM: self._right[:, table].mean(axis=1),
+            constant = self._best(table, self._learn)
+            picks = {
                 CONSTANT: constant,
-                BY_KIND: self._picked(self._by_kind(table)),
-                _PAPER: self._picked(_most(paper[:, at], encoded & self._is_level)),
+                BY_KIND: self._by_kind(table),
+                _PAPER: _most(paper[:, at], encoded & self._is_level, constant),
             }
-            best, most = constant, constant[self._learn].mean()
+            best, most = constant, self._picked(constant)[self._learn].mean()
             for name, fit in self._heads.items():
                 mask = table if name == _PLAIN else encoded
-                qualities[name] = self._picked(_most(fit.outer, mask))
-                inner = self._right[self._learn, _most(fit.inner, mask)].mean()
-                if name != _OF_KIND and inner > most:
-                    best, most = qualities[name], inner
+                picks[name] = _most(fit.outer, mask, constant)
+                inner = _most(fit.inner, mask, constant[self._learn])
+                reached = self._right[self._learn, inner].mean()
+                if name != _OF_KIND and reached > most:
+                    best, most = picks[name], reached
             if self._top is not None:
-                qualities[_TRAINED] = self._picked(_most(self._top, encoded))
-            qualities |= {_GATED: best, ORACLE: self._right[:, table].max(axis=1)}
-            for name, quality in qualities.items():
-                yield Arm(name, limits, seconds, quality)
+                picks[_TRAINED] = _most(self._top, encoded, constant)
+            picks[_GATED] = best
+            yield Arm(_RANDOM, limits, seconds, self._right[:, table].mean(axis=1))
+            for name, some in picks.items():
+                yield Arm(name, limits, seconds, self._picked(some))
+            yield Arm(ORACLE, limits, seconds, self._right[:, table].max(axis=1))
 
     @property
     def _is_level(self) -> Mask:
@@ -245,12 +247,17 @@ class _Choice:
         return np.stack([share, level], axis=1)
 
 
-def _most(values: Values, mask: Mask) -> NDArray[np.intp]:
+def _most(values: Values, mask: Mask, instead: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return the allowed setting of the largest value: a promise cannot be missed.
 
     The paper's check at run time takes a random setting instead of one that misses the promise.
+
+    Args:
+        values: Values by prompt and setting.
+        mask: Allowed settings.
+        instead: Settings if none is allowed, as the tiny model takes too long.
     """
-    return np.asarray(np.where(mask, values, -1.0).argmax(axis=1))
+    return np.asarray(np.where(mask, values, -1.0).argmax(axis=1)) if mask.any() else instead
 
 
 def _one_hot(values: Sequence[Any]) -> Values:

@@ -98,7 +98,7 @@ def base_logits(is_right: Tensor) -> Tensor:
 class Chances:
     """Probability that each setting is right: its mean, and a direction for each knob's value."""
 
-    penalties: ClassVar[Sequence[float]] = (3e-4, 1e-4, 3e-5, 1e-5, 3e-6)
+    penalties: ClassVar[Sequence[float]] = (1e-2, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
 
     def __init__(
         self, features: Sequence[Values], is_right: NDArray[np.bool_], shape: Sequence[int]
