@@ -56,11 +56,17 @@ def table():
 
 
 @pytest.fixture(scope="module")
-def arms(table):
-    with pytest.MonkeyPatch.context() as patch:  # fewer trials take less time
+def _few_trials():
+    """Let heads try one penalty, which takes less time."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads.Chances, "penalties", (1e-4,))
         patch.setattr(heads.Softmaxes, "penalties", (1e-3,))
-        return arms_of.judged(table, COST, [0.15])
+        yield
+
+
+@pytest.fixture(scope="module")
+def arms(table, _few_trials):
+    return arms_of.judged(table, COST, [0.15])
 
 
 def qualities(arms, limits):
@@ -259,7 +265,7 @@ def encoder(body, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("encoder")
+@pytest.mark.usefixtures("encoder", "_few_trials")
 def test_the_study_measures_each_prompt_once(light_model, data, tmp_path, capsys):
     model = prepare(light_model, tmp_path / "light.elastic.gguf")
     arguments = ["-n", "8", "--model", str(model), "--data", str(data), "-o", str(tmp_path)]

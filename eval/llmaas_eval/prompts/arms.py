@@ -79,7 +79,7 @@ class Table(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """What an arm reached under a limit.
+    """Quality that an arm reached under a limit.
 
     Attributes:
         arm: Its name.

@@ -1,4 +1,4 @@
-"""What is known of a prompt before it is evaluated: plain counts, and a tiny model's states."""
+"""Features of a prompt before it is evaluated: plain counts, and a tiny model's states."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ class Head(Protocol):
 
 
 class Fit(NamedTuple):
-    """What a head tells.
+    """Values that a head tells.
 
     Attributes:
-        inner: Of the rows that it learns from, by heads that learned from other documents.
-        outer: Of all rows.
+        inner: Values of the rows that it learns from, by heads that saw other documents only.
+        outer: Values of all rows.
     """
 
     inner: Values
