@@ -12,6 +12,7 @@ import llmaas_plugins
 from llmaas_hooks import hookimpl, serving_context
 from llmaas_plugins.knn_lm.archive.files import EVIDENCE
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
+from llmaas_plugins.service import LLMService, ServiceConfig
 
 LOOK_BACK = 48
 PRIOR = 0.25
@@ -198,3 +199,17 @@ def test_apps_do_not_learn_what_is_known_of_others_texts(talking, texts):
             counts.append(talk.report()["remembered_gains"])
         talk.say(texts["first"], app="two")
         assert counts[1] == talk.report()["remembered_gains"] == 2 * counts[0]
+
+
+def test_a_service_without_stored_cells_erases_what_is_known_of_a_context(talking, tmp_path):
+    with (
+        talking(restores=False) as talk,
+        contextlib.closing(
+            LLMService(talk.llama, ServiceConfig(state_dir=tmp_path / "state"))
+        ) as service,
+    ):
+        context = service.bind("mail").new_context()
+        context.call(QUESTIONS[0], max_tokens=4)
+        assert talk.report()["remembered_gains"] > 0
+        context.delete()
+        assert talk.report()["remembered_gains"] == 0
