@@ -23,7 +23,8 @@ __all__ = [
 LENGTH = struct.Struct("<Q")
 KIND = struct.Struct("<I")
 ARRAY = struct.Struct("<IQ")
-_UINT32_KIND, STRING_KIND, ARRAY_KIND = 4, 8, 9
+_UINT32_KIND, _FLOAT32_KIND, STRING_KIND, ARRAY_KIND = 4, 6, 8, 9
+_FLOAT32 = struct.Struct("<f")
 DTYPES: Mapping[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
@@ -40,13 +41,15 @@ DTYPES: Mapping[int, np.dtype[Any]] = {
 """Number types of metadata values, by GGUF's id."""
 
 
-def entry(key: str, value: int | str | tuple[str, ...] | NDArray[Any]) -> bytes:
-    """Return a field's entry in a header; an integer is written with 32 bits."""
+def entry(key: str, value: float | str | tuple[str, ...] | NDArray[Any]) -> bytes:
+    """Return a field's entry in a header; a number is written with 32 bits."""
     name = _string(key)
     if isinstance(value, str):
         return name + KIND.pack(STRING_KIND) + _string(value)
     if isinstance(value, int):
         return name + KIND.pack(_UINT32_KIND) + KIND.pack(value)
+    if isinstance(value, float):
+        return name + KIND.pack(_FLOAT32_KIND) + _FLOAT32.pack(value)
     name += KIND.pack(ARRAY_KIND)
     if isinstance(value, tuple):
         return name + ARRAY.pack(STRING_KIND, len(value)) + b"".join(map(_string, value))

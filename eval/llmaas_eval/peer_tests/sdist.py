@@ -1,4 +1,4 @@
-"""The tests of the installed llama-cpp-python, extracted from its sdist."""
+"""The tests and the vocabularies of the installed llama-cpp-python, extracted from its sdist."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from pathlib import Path
 
 from llmaas_hooks import ConfigError
 
-__all__ = ["download", "extract"]
+__all__ = ["download", "extract", "extract_vocabulary"]
 
+_VOCABULARY = "vendor/llama.cpp/models/ggml-vocab-{}.gguf"
 # Only these paths are extracted, so no archive member can be written outside the folder.
-_WANTED = re.compile(
-    r"(?P<top>[\w.-]+)/"
-    r"(?P<path>tests/test_\w+\.py|vendor/llama\.cpp/models/ggml-vocab-llama-spm\.gguf)"
-)
+_WANTED = rf"tests/test_\w+\.py|{re.escape(_VOCABULARY.format('llama-spm'))}"
 _MAX_BYTES = 16 << 20
 
 
@@ -63,23 +61,57 @@ def extract(sdist: Path, version: str, folder: Path) -> list[Path]:
     Raises:
         ConfigError: The archive cannot be read, or is not the sdist of that version.
     """
-    top = f"llama_cpp_python-{version}"
-    try:
-        with tarfile.open(sdist) as archive:
-            members = [(m, _WANTED.fullmatch(m.name)) for m in archive if m.isreg()]
-            found = [
-                _write(archive, member, folder / match["path"])
-                for member, match in members
-                if match and match["top"] == top
-            ]
-    except (OSError, EOFError, tarfile.TarError) as error:
-        raise ConfigError(f"{sdist} is not a readable sdist: {error}") from error
+    found = _extracted(sdist, version, _WANTED, folder)
     tests = [path for path in found if path.suffix == ".py"]
     if not tests:
         raise ConfigError(
-            f"{sdist} has no {top}/tests/test_*.py; give the sdist of the installed version."
+            f"{sdist} has no {_top(version)}/tests/test_*.py; give the sdist of the installed "
+            "version."
         )
     return tests
+
+
+def extract_vocabulary(sdist: Path, version: str, name: str, folder: Path) -> Path:
+    """Extract one of llama.cpp's vocabularies to ``folder``.
+
+    Args:
+        sdist: File ``llama_cpp_python-<version>.tar.gz``.
+        version: Installed version.
+        name: Name of the vocabulary, such as ``llama-bpe``.
+        folder: Folder in which the vocabulary's own folder is made.
+
+    Returns:
+        The vocabulary's file.
+
+    Raises:
+        ConfigError: The archive cannot be read, or has no such vocabulary.
+    """
+    path = _VOCABULARY.format(name)
+    found = _extracted(sdist, version, re.escape(path), folder)
+    if not found:
+        raise ConfigError(
+            f"{sdist} has no {_top(version)}/{path}; give the sdist of the installed version."
+        )
+    return found[0]
+
+
+def _extracted(sdist: Path, version: str, wanted: str, folder: Path) -> list[Path]:
+    """Extract the regular files whose paths match ``wanted`` completely.
+
+    Raises:
+        ConfigError: The archive cannot be read.
+    """
+    pattern = re.compile(rf"{re.escape(_top(version))}/(?P<path>{wanted})")
+    try:
+        with tarfile.open(sdist) as archive:
+            members = [(m, pattern.fullmatch(m.name)) for m in archive if m.isreg()]
+            return [_write(archive, m, folder / match["path"]) for m, match in members if match]
+    except (OSError, EOFError, tarfile.TarError) as error:
+        raise ConfigError(f"{sdist} is not a readable sdist: {error}") from error
+
+
+def _top(version: str) -> str:
+    return f"llama_cpp_python-{version}"
 
 
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> Path:

@@ -17,7 +17,7 @@ from llmaas_eval.peer_tests import runs
 from llmaas_eval.peer_tests.__main__ import main
 from llmaas_eval.peer_tests.compare import as_table, problems
 from llmaas_eval.peer_tests.runs import MODES, Outcome, Run, read_record, run_tests
-from llmaas_eval.peer_tests.sdist import extract
+from llmaas_eval.peer_tests.sdist import extract, extract_vocabulary
 from llmaas_hooks.errors import ConfigError, LlmaasError
 
 TOP = "llama_cpp_python-0.3.36"
@@ -91,6 +91,18 @@ def test_a_damaged_archive_is_refused(tmp_path, damage):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ConfigError, match="not a readable sdist"):
         extract(path, "0.3.36", tmp_path / "to")
+
+
+def test_a_vocabulary_is_taken_alone(tmp_path):
+    folder = "vendor/llama.cpp/models"
+    names = [f"ggml-vocab-{name}.gguf" for name in ("llama-bpe", "llama-spm")]
+    path = pack(tmp_path, {f"{TOP}/{folder}/{name}": name.encode() for name in names})
+    found = extract_vocabulary(path, "0.3.36", "llama-bpe", tmp_path / "to")
+    assert found == tmp_path / "to" / folder / names[0]
+    assert found.read_bytes() == names[0].encode()
+    assert sum(each.is_file() for each in (tmp_path / "to").rglob("*")) == 1
+    with pytest.raises(ConfigError, match=r"no llama_cpp_python-0\.3\.36/vendor/.*-other\.gguf"):
+        extract_vocabulary(path, "0.3.36", "other", tmp_path / "to")
 
 
 @pytest.mark.slow

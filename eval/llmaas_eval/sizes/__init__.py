@@ -1,0 +1,1 @@
+"""Models of the sizes that people run, with random weights, and every feature run on them."""
