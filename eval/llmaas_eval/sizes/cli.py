@@ -2,13 +2,20 @@
 
     python -m llmaas_eval.sizes make llama-3-8b --type Q4_K_M -o llama.gguf
 
+    python -m llmaas_eval.sizes run llama.gguf --folder work --json llama.json
+
 ``make`` writes a model with random weights in the types that llama.cpp's quantizer chooses. The
 vocabulary is a real one, from the sdist of llama-cpp-python, and is kept in the output's folder.
+
+``run`` runs every feature on a model, each in a process of its own with limits of time and memory,
+and prints what works, what is refused and why, and what each took. The same command goes on where
+it was stopped. The disk needs room for the model and one file made of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     _add_make(actions.add_parser("make", help="write a random model"))
+    _add_run(actions.add_parser("run", help="run every feature on a model"))
     args = parser.parse_args(argv)
     try:
         return int(args.action(args))
@@ -51,6 +59,35 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     add("--sdist", type=Path, help="llama-cpp-python's sdist; by default, pip downloads it")
     add("--seed", type=int, default=0, help="seed of the weights; default %(default)s")
     parser.set_defaults(action=_make)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", type=Path, help="GGUF file")
+    add("--folder", type=Path, required=True, help="folder for made files and figures")
+    add("--only", nargs="+", default=[], metavar="WORD", help="only features with these words")
+    add("--minutes", type=float, default=15.0,
+        help="limit of time of each feature; default %(default)g")  # fmt: skip
+    add("--memory", type=float, default=16.0,
+        help="limit of memory besides mapped files, in GiB; default %(default)g")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.set_defaults(action=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from llmaas_eval.sizes.running import TABLES, run_features
+    from llmaas_eval.sizes.watching import Limits
+    from llmaas_plugins.model.gguf_header import read_header
+    from llmaas_plugins.run_record import run_record
+
+    read_header(args.model)  # refuses other files before anything runs
+    limits = Limits(60 * args.minutes, int(args.memory * (1 << 30)))
+    rows = list(run_features(args.model, args.folder, limits, args.only))
+    document = {"run": run_record(), "model": args.model.stem, "rows": rows}
+    sys.stdout.write(f"{TABLES['sizes']([document]).as_markdown()}\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    return 0
 
 
 def _make(args: argparse.Namespace) -> int:

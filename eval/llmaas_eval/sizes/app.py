@@ -1,0 +1,212 @@
+"""Small apps, each of which uses one feature: ``python -m llmaas_eval.sizes.app NAME``.
+
+An app runs in a folder with the model. Its last line says what it found, or why it was refused.
+Exit status 2 means that the feature was refused, as in the command ``llmaas``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llmaas_eval.sizes.features import ELASTIC, MODEL
+from llmaas_hooks import LlmaasError
+from llmaas_plugins import activate, deadlines, elastic, short_prompts
+from llmaas_plugins.machine import resident_bytes
+
+__all__ = ["main"]
+
+_PROMPT, _N_ANSWER, _N_CTX = tuple(range(300, 332)), 8, 512
+_CONTEXT = tuple(range(300, 700))
+_VANILLA = Path("vanilla.json")
+"""Answers of stock llama.cpp, with which others are compared."""
+_SHARE, _OVERHEAD_BYTES = 0.6, 192 << 20
+"""Share of the weights that a streamed model has in memory, and memory for all else."""
+_STORE = {"store": "kv", "codec": "lossless"}
+_TEXT = "The committee met on Tuesday, and Ana of the town council wrote down what was said. "
+
+
+class _RefusedError(LlmaasError):
+    """A feature that the suite did not use, with its reason."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an app; return 0, or 2 if its feature was refused."""
+    (name,) = sys.argv[1:] if argv is None else argv
+    try:
+        sys.stdout.write(f"{_APPS[name]()}\n")
+    except LlmaasError as error:
+        sys.stdout.write(f"{error}\n")
+        return 2
+    return 0
+
+
+# -- apps ----------------------------------------------------------------------------------------
+
+
+def _vanilla() -> str:
+    llama, seconds = _timed(_llama)
+    answers, asked_s = _timed(lambda: [_answer(llama, _PROMPT), _answer(llama, _CONTEXT)])
+    _VANILLA.write_text(json.dumps(answers))
+    return f"opened in {seconds:.1f} s, answered in {asked_s:.1f} s"
+
+
+def _identify() -> str:
+    from llmaas_plugins.model.digest import file_digest
+
+    found, seconds = _timed(lambda: file_digest(MODEL))
+    return f"{found[:12]} after {seconds:.1f} s"
+
+
+def _open() -> str:
+    with _plugged({"kv_chunks": _STORE}) as (llama, status):
+        answer, seconds = _timed(lambda: _answer(llama, _PROMPT))
+        _check(status, "kv_chunks", "requests")
+    return f"answered in {seconds:.1f} s, {_same(answer, 0)}"
+
+
+def _save() -> str:
+    with _plugged({"kv_chunks": _STORE}) as (llama, status):
+        answer = _answer(llama, _CONTEXT)
+        found = _check(status, "kv_chunks", "chunks")
+    return f"{found['chunks']} chunks, {_same(answer, 1)}"
+
+
+def _restore() -> str:
+    with _plugged({"kv_chunks": _STORE}) as (llama, status):
+        answer = _answer(llama, _CONTEXT)
+        found = _check(status, "kv_chunks", "restored_tokens")
+    return f"{found['restored_tokens']} tokens restored, {_same(answer, 1)}"
+
+
+def _shorten() -> str:
+    settings = {"scorer": "attention", "least_tokens": 32}
+    with _plugged({"short_prompts": settings}) as (llama, status):
+        with short_prompts.share(0.5):
+            llama(f"{_TEXT * 8}\n\nWhen did it meet?", max_tokens=_N_ANSWER)
+        found = _check(status, "short_prompts", "prompts")
+    return f"{found['tokens_read']} of {found['tokens']} tokens read"
+
+
+def _mix() -> str:
+    settings = {"store": "knn", "look_back": 0, "skip_above": 1.0, "share_across_apps": True}
+    with _plugged({"knn_lm": settings}) as (llama, status):
+        _answer(llama, _PROMPT)
+        found = _check(status, "knn_lm", "mixed")
+    return f"{found['mixed']} tokens mixed"
+
+
+def _switch() -> str:
+    with _plugged({"elastic": {}}, ELASTIC) as (llama, status):
+        times = []
+        for level in (1.0, 0.5, 0.2, 1.0):
+            with elastic.level(level):
+                times.append(f"{level}: {_timed(lambda: _answer(llama, _PROMPT))[1]:.1f} s")
+        _check(status, "elastic", "switches")
+    return ", ".join(times)
+
+
+def _promise() -> str:
+    with _plugged({"elastic": {}, "deadlines": {}}, ELASTIC) as (llama, status):
+        with deadlines.slo(ttft="60 %", tpot="80 %"):
+            _answer(llama, _CONTEXT)
+        found = _check(status, "deadlines", "last")
+    return f"levels by phase: {_levels(found)}"
+
+
+def _stream(mode: Mapping[str, object] | None = None) -> str:
+    budget = int(_SHARE * Path(MODEL).stat().st_size) + resident_bytes() + _OVERHEAD_BYTES
+    settings = {"memory_budget": budget, **(mode or {})}
+    with _plugged({"flash_weights": settings}) as (llama, status):
+        answer, seconds = _timed(lambda: _answer(llama, _PROMPT))
+        found = _check(status, "flash_weights", "models")
+    held, whole = found["held_bytes"] / 1e9, found["weight_bytes"] / 1e9
+    how = "" if mode else f", {_same(answer, 0)}"
+    return f"{held:.2f} GB of {whole:.2f} GB held, answered in {seconds:.1f} s{how}"
+
+
+def _sparse() -> str:
+    return _stream({"mode": "sparse"})
+
+
+_APPS: Mapping[str, Callable[[], str]] = {
+    "vanilla": _vanilla,
+    "identify": _identify,
+    "open": _open,
+    "save": _save,
+    "restore": _restore,
+    "shorten": _shorten,
+    "mix": _mix,
+    "switch": _switch,
+    "promise": _promise,
+    "stream": _stream,
+    "sparse": _sparse,
+}
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _plugged(
+    plugins: Mapping[str, Mapping[str, object]], model: str = MODEL
+) -> Iterator[tuple[Any, Callable[[], dict[str, Any]]]]:
+    """Open a model with plugins; yield it and a function that returns the plugins' reports."""
+    with activate({"on_error": "raise", "plugins": plugins}) as suite:
+        llama = _llama(model)
+        try:
+            yield llama, lambda: suite.status()["plugins"]
+        finally:
+            llama.close()
+
+
+def _llama(model: str = MODEL) -> Any:
+    from llama_cpp import Llama
+
+    return Llama(model, n_ctx=_N_CTX, n_threads=2, n_threads_batch=2, verbose=False)
+
+
+def _answer(llama: Any, prompt: Sequence[int]) -> list[int]:
+    llama.reset()  # the beginning of an earlier prompt would divide this one into other batches
+    generator = llama.generate(list(prompt), temp=0.0)
+    try:
+        return [next(generator) for _ in range(_N_ANSWER)]
+    finally:
+        generator.close()
+
+
+def _check(status: Callable[[], dict[str, Any]], plugin: str, figure: str) -> dict[str, Any]:
+    """Return a plugin's report.
+
+    Raises:
+        _RefusedError: The plugin did nothing: this figure of its report is zero or empty.
+    """
+    found: dict[str, Any] = status()[plugin]
+    if not found.get(figure):
+        reasons = found.get("left_alone") or found
+        raise _RefusedError(f"{plugin} has no {figure}: {reasons}")
+    return found
+
+
+def _same(answer: list[int], number: int) -> str:
+    expected = json.loads(_VANILLA.read_text())[number]
+    return "the same answer" if answer == expected else "another answer than stock llama.cpp"
+
+
+def _levels(report: Mapping[str, Any]) -> str:
+    (last,) = report["last"].values()
+    phases = {phase: last.get(phase) for phase in ("ttft", "tpot")}
+    return ", ".join(f"{phase} {found['level']}" for phase, found in phases.items() if found)
+
+
+def _timed(do: Callable[[], Any]) -> tuple[Any, float]:
+    started = time.perf_counter()
+    return do(), time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())
