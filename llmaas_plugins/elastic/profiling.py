@@ -65,7 +65,9 @@ _Runs = dict[tuple[int, int, int], list[_Run]]
 """Runs by number of threads, index of the level, and length."""
 
 
-def profile(llama: Any, plan: ProfilePlan, progress: Callable[[], None] = lambda: None) -> Latency:
+def profile(
+    llama: Any, plan: ProfilePlan, progress: Callable[[int], None] = lambda _n_left: None
+) -> Latency:
     """Measure a ``Llama`` that was created while the plugin is active.
 
     Levels alternate, so that other load on the machine affects all of them.
@@ -73,9 +75,10 @@ def profile(llama: Any, plan: ProfilePlan, progress: Callable[[], None] = lambda
     Args:
         llama: Model with room for the longest prompt and ``N_TOKENS`` more tokens.
         plan: Levels, threads and lengths to measure.
-        progress: Called after each run.
+        progress: Called after each run with the number of runs that are left. Prompts whose times
+            are unsteady add some in the end.
     """
-    runs: _Runs = {}
+    runs, n_left = _Runs(), plan.n_runs
     for repeat in range(_REPEATS):
         for n_threads in plan.threads:
             llama_cpp.llama_set_n_threads(llama.ctx, n_threads, n_threads)
@@ -85,8 +88,9 @@ def profile(llama: Any, plan: ProfilePlan, progress: Callable[[], None] = lambda
                     number = (i + repeat) % len(plan.levels)
                     run = _run(llama, plan.levels[number], n_tokens)
                     runs.setdefault((n_threads, number, n_tokens), []).append(run)
-                    progress()
-    _repeat_unsteady(llama, plan, runs)
+                    n_left -= 1
+                    progress(n_left)
+    _repeat_unsteady(llama, plan, runs, progress)
     return Latency(
         model=plan.model,
         table=plan.table,
@@ -111,14 +115,22 @@ def _run(llama: Any, level: float, n_tokens: int) -> _Run:
     return _Run(float(first), float(statistics.median(others)))
 
 
-def _repeat_unsteady(llama: Any, plan: ProfilePlan, runs: _Runs) -> None:
+def _repeat_unsteady(
+    llama: Any, plan: ProfilePlan, runs: _Runs, progress: Callable[[int], None]
+) -> None:
     """Time prompts again that other load on the machine has slowed down."""
     for _ in range(_MORE_REPEATS):
-        for (n_threads, number, n_tokens), found in runs.items():
-            times = [run.ttft for run in found]
-            if statistics.median(times) > _MOST_SPREAD * min(times):
-                llama_cpp.llama_set_n_threads(llama.ctx, n_threads, n_threads)
-                found.append(_run(llama, plan.levels[number], n_tokens))
+        unsteady = [key for key, found in runs.items() if _is_unsteady(found)]
+        for n_done, key in enumerate(unsteady, 1):
+            n_threads, number, n_tokens = key
+            llama_cpp.llama_set_n_threads(llama.ctx, n_threads, n_threads)
+            runs[key].append(_run(llama, plan.levels[number], n_tokens))
+            progress(len(unsteady) - n_done)
+
+
+def _is_unsteady(found: Sequence[_Run]) -> bool:
+    times = [run.ttft for run in found]
+    return statistics.median(times) > _MOST_SPREAD * min(times)
 
 
 def _curves(plan: ProfilePlan, runs: _Runs, of: Callable[[_Run], float]) -> Curves:

@@ -62,7 +62,7 @@ def _app(name: str) -> list[str]:
 
 
 _PREPARE = ("elastic", "prepare", MODEL, "-o", ELASTIC, "--no-search", "--tokens", "128")
-_PROFILE = ("elastic", "profile", ELASTIC, "--prompts", "32,64", "--threads", "2")
+_PROFILE = ("elastic", "profile", ELASTIC, "--prompts", "8,16", "--threads", "2")
 _BUILD = ("datastore", "build", EXPORT, "--model", MODEL, "--store", "knn", "--size", "300")
 
 GROUPS: Sequence[Group] = (

@@ -115,7 +115,12 @@ def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
             args.model.name, model["table"], model["levels"], args.threads, args.prompts
         )
         with progress_bar("measuring", "prompt", plan.n_runs) as bar:
-            return measure(llama, plan, lambda: bar.update(1)), path
+
+            def progress(n_left: int) -> None:
+                bar.total = bar.n + 1 + n_left
+                bar.update()
+
+            return measure(llama, plan, progress), path
 
 
 @contextlib.contextmanager

@@ -169,8 +169,9 @@ def test_levels_take_turns_and_each_length_is_measured(monkeypatch):
     plan = profiling.ProfilePlan("m.gguf", "uniform", (1.0, 0.5), (1, 2), (8, 32, 128))
     assert plan.held == (16, 64)
     seen = []
-    found = profiling.profile(llama, plan, lambda: seen.append(1))
-    assert len(seen) == plan.n_runs == 3 * 2 * 2 * 5
+    found = profiling.profile(llama, plan, seen.append)
+    assert plan.n_runs == 3 * 2 * 2 * 5
+    assert seen == list(range(plan.n_runs))[::-1]
     assert llama.runs[1:5] == [(1, 1.0, 8), (1, 0.5, 8), (1, 1.0, 16), (1, 0.5, 16)]
     assert llama.runs[-2:] == [(2, 1.0, 128), (2, 0.5, 128)]
     assert found.ttft_ms(0.5, 32, 2) == pytest.approx(8000)
@@ -189,9 +190,10 @@ def test_prompts_that_other_load_slowed_are_timed_again(monkeypatch):
             yield from super().generate(tokens, temp)
 
     plan = profiling.ProfilePlan("m.gguf", "uniform", (1.0,), (1,), (8, 32, 128))
-    llama = Disturbed(monkeypatch)
-    found = profiling.profile(llama, plan)
+    llama, seen = Disturbed(monkeypatch), []
+    found = profiling.profile(llama, plan, seen.append)
     assert len(llama.runs) == 3 * 6 + 2
+    assert seen == [*range(15)][::-1] + [0, 0], "a prompt that is timed again shows progress"
     assert found.ttft.held_ms[0][0] == pytest.approx((16_000, 64_000))
 
 
