@@ -151,7 +151,7 @@ def write_channels(  # noqa: PLR0913 -- model, target, and what is written
         distillation: Matrices to write instead of the model's; None writes the model's.
 
     Yields:
-        Bytes of the model that are done.
+        Bytes of the model that are done: twice all of them, to write and to read back.
 
     Raises:
         ConfigError: The model has no such operands.

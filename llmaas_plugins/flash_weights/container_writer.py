@@ -38,6 +38,8 @@ class Step(NamedTuple):
 def write_container(path: Path, header: ContainerHeader, steps: Iterable[Step]) -> Iterator[int]:
     """Write a whole file, replacing an existing one; yield progress in bytes.
 
+    Progress is twice the bytes of all steps: the file is read back after it was written.
+
     If writing stops early, the partial file stays beside the target, and the next run continues it.
     The header of the partial file has the checksums of the complete tensors.
 
@@ -51,11 +53,16 @@ def write_container(path: Path, header: ContainerHeader, steps: Iterable[Step]) 
     then = f" The unfinished {partial} stays: the same command continues from there."
     place = f" It must be beside the model; {path.parent.absolute()} must be writable."
     with as_store_error(what, place), taken(partial) as fd, as_store_error(what, then):
-        journal = _Journal(fd, header)
+        journal, done = _Journal(fd, header), list[tuple[tuple[str, ...], int]]()
         for step in steps:
             if not journal.has(step.names):
                 journal.write(step.names, step.make())
+            done.append((step.names, step.n_bytes))
             yield step.n_bytes
+        journal.begin_check()
+        for names, n_bytes in done:
+            journal.check(names)
+            yield n_bytes
         journal.finish()
         partial.replace(path)
         sync_directory(path.parent)
@@ -72,6 +79,7 @@ class _Journal:
             os.ftruncate(fd, 0)
             write(fd, header.blank, 0)
         self._sums = dict(zip(self._sizes, sums or [0] * len(self._sizes), strict=True))
+        self._unchecked = set(self._sizes)
 
     def has(self, names: Iterable[str]) -> bool:
         """Return whether these tensors are in the file, and intact."""
@@ -86,16 +94,25 @@ class _Journal:
             self._sums[name] = crc32c(content)
         self._note()
 
-    def finish(self) -> None:
-        """Sync the file to disk, read it back, and write the final header."""
+    def begin_check(self) -> None:
+        """Sync the file to disk, so that it is read from there."""
         os.ftruncate(self._fd, self._header.n_bytes)
         os.fsync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        for name, expected in self._sums.items():
-            if self._found(name) != expected:
+
+    def check(self, names: Iterable[str]) -> None:
+        """Read tensors back."""
+        for name in names:
+            if self._found(name) != self._sums[name]:
                 self._sums[name] = 0
                 self._note()
                 raise OSError(f"{name} read back differs from what was written")
+            self._unchecked.remove(name)
+
+    def finish(self) -> None:
+        """Write the final header, when all tensors were read back."""
+        if self._unchecked:
+            raise ValueError(f"no step has written {', '.join(sorted(self._unchecked))}")
         write(self._fd, self._header.with_sums(self._sums.values()), 0)
         os.fsync(self._fd)
 

@@ -68,7 +68,9 @@ def packed_problem(
 def write_packed(
     model: Path, path: Path, tensors: Mapping[str, TensorInfo], repack: Repack
 ) -> Iterator[int]:
-    """Write a model's packed file, replacing an existing one; yield the bytes done.
+    """Write a model's packed file, replacing an existing one; yield progress in bytes.
+
+    Progress is twice the bytes of the matrices, which are written and read back.
 
     A run that was stopped is continued by the next one. The file appears under its name only after
     all of it was written, read back and compared.

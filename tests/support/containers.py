@@ -21,7 +21,7 @@ def channels_of(tmp_path, kind="Q4_0", group_layers=1, **model):
     tensors = tensors_of(path)
     calibration = calibration_of(tensors)
     done = write_channels(path, channel_path(path), tensors, calibration, group_layers=group_layers)
-    assert sum(done) == sum(
+    assert sum(done) == 2 * sum(
         info.n_bytes for name, info in tensors.items() if name.startswith("blk.")
     )
     return path, tensors, open_channels(channel_path(path), path, tensors)

@@ -371,7 +371,7 @@ def _write(job: _Job, path: Path) -> ChannelFile:
         distillation=distillation_of(job.student, job.recipe, tensors),
     )
     n_bytes = sum(tensors[name].n_bytes for name in job.student.names)
-    with progress_bar("writing", "B", n_bytes) as bar:
+    with progress_bar("writing", "B", 2 * n_bytes) as bar:  # written, and read back
         for n_done in writing:
             bar.update(n_done)
     return open_channels(path, model, tensors)

@@ -174,7 +174,7 @@ def _write(
     writing: Iterator[int],
 ) -> None:
     n_bytes = sum(tensors[name].n_bytes for name in names)
-    with progress_bar(what, "B", n_bytes) as bar:
+    with progress_bar(what, "B", 2 * n_bytes) as bar:  # written, and read back
         for n_done in writing:
             bar.update(n_done)
     print(f"{path}: {path.stat().st_size / 1e6:,.0f} MB.")

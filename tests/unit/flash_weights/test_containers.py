@@ -71,6 +71,25 @@ def test_headers_have_a_most_size(tmp_path, monkeypatch):
         list(container_writer.write_container(tmp_path / "x", header, []))
 
 
+def test_a_tensor_that_no_step_writes_is_noticed(tmp_path):
+    header = ContainerHeader("x", {}, (Part("a", 24, (32,)), Part("b", 24, (32,))))
+    steps = [container_writer.Step(("a",), lambda: [np.zeros(32, np.int8)], 32)]
+    with pytest.raises(ValueError, match="no step has written b"):
+        list(container_writer.write_container(tmp_path / "x", header, steps))
+    assert not (tmp_path / "x").exists()
+
+
+def test_reading_back_has_as_much_progress_as_writing(model, how):
+    done = []
+    for n_bytes in how.write(model):
+        assert not how.place(model).exists()
+        done.append(n_bytes)
+    half = len(done) // 2
+    assert done[:half] == done[half:]
+    assert min(done) > 0
+    assert how.place(model).exists()
+
+
 # -- what is in it -------------------------------------------------------------------------------
 
 
