@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.given_text import tokens_of
-from llmaas_plugins.cli.models import evaluator_of
+from llmaas_plugins.cli.models import evaluator_of, identified
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.cli.own_text import own_text
 
@@ -71,9 +71,8 @@ def _own(
 ) -> NDArray[np.int32]:
     """Return text that the model writes. Rounds that are in the file already are not repeated."""
     from llmaas_plugins.elastic.checkpoint import Checkpoint, fingerprint_of
-    from llmaas_plugins.model.digest import file_digest
 
-    fingerprint = fingerprint_of({"model": file_digest(args.model), "tokens": n_tokens})
+    fingerprint = fingerprint_of({"model": identified(args.model), "tokens": n_tokens})
     written = Checkpoint(path, fingerprint)
     try:
         with progress_bar("text", "token", n_tokens) as bar:

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.model.loading import loaded
 
 if TYPE_CHECKING:
     from llmaas_plugins.model.forward import Evaluator
 
-__all__ = ["add_model_action", "evaluator_of", "trained_context"]
+__all__ = ["add_model_action", "evaluator_of", "identified", "trained_context"]
+
+_POLL_S = 0.2
 
 
 def add_model_action(  # noqa: PLR0913  an action consists of these
@@ -25,6 +28,24 @@ def add_model_action(  # noqa: PLR0913  an action consists of these
     parser.add_argument("model", type=Path, metavar=f"{metavar}.gguf", help=what)
     parser.set_defaults(func=func)
     return parser
+
+
+def identified(model: Path) -> str:
+    """Return a model's digest, with a progress bar while the file is read.
+
+    Raises:
+        StoreError: A file cannot be read, or changes while it is read.
+    """
+    from llmaas_plugins.model.digest import begin_file_digest
+
+    digest = begin_file_digest(model)
+    if (found := digest.get(_POLL_S)) is not None:
+        return found
+    n_bytes = sum(stamp.n_bytes for _, stamp in digest.files if stamp is not None)
+    with progress_bar(f"identifying {model.name}", "B", n_bytes) as bar:
+        while (found := digest.get(_POLL_S)) is None:
+            bar.update(digest.n_read - bar.n)
+    return found
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ __all__ = [
     "UNCOUNTED",
     "Digest",
     "begin_digest",
+    "begin_file_digest",
     "changed_in_place",
     "content_end",
     "file_digest",
@@ -84,6 +85,7 @@ class Digest:
         self.files = tuple(files)
         self._found: str | None = None
         self._problem: str | None = None
+        self._read: list[int] = []
         self._thread = threading.Thread(target=self._run, name="llmaas-digest", daemon=True)
         with contextlib.suppress(RuntimeError):  # no new threads at exit; ``get`` computes it
             self._thread.start()
@@ -92,6 +94,11 @@ class Digest:
     def has_failed(self) -> bool:
         """Whether the digest could not be computed."""
         return self._problem is not None
+
+    @property
+    def n_read(self) -> int:
+        """Bytes that were read so far."""
+        return sum(self._read)
 
     def get(self, seconds: float | None = None) -> str | None:
         """Return the digest in hexadecimal digits.
@@ -115,7 +122,7 @@ class Digest:
 
     def _run(self) -> None:
         try:
-            roots = [_file_root(file) for file in self.files]
+            roots = [_file_root(file, self._read) for file in self.files]
             found = roots[0] if len(roots) == 1 else _hash(b"llmaas-model", b"".join(roots))
             self._found = found.hex()
         except Exception as error:
@@ -146,14 +153,23 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     Raises:
         StoreError: A file cannot be read, or changes while it is read.
     """
+    found = begin_file_digest(path).get()
+    assert found is not None
+    return found
+
+
+def begin_file_digest(path: str | os.PathLike[str]) -> Digest:
+    """Return the digest of ``file_digest``, which is computed in the background.
+
+    Raises:
+        StoreError: A file cannot be read.
+    """
     files = files_now(path)
     for name in (name for name, stamp in files if stamp is None):
         with as_store_error(f"cannot read {name}"):
             if FileStamp.of(Path(name).stat()) is None:
                 raise StoreError(f"cannot read {name}: it is not a regular file.")
-    found = begin_digest(files).get()
-    assert found is not None
-    return found
+    return begin_digest(files)
 
 
 def files_now(path: str | os.PathLike[str]) -> tuple[ModelFile, ...]:
@@ -215,8 +231,8 @@ def _are_settled(files: Sequence[ModelFile]) -> bool:
     )
 
 
-def _file_root(file: ModelFile) -> bytes:
-    """Return the digest of one file.
+def _file_root(file: ModelFile, read: list[int]) -> bytes:
+    """Return the digest of one file, and append the sizes of pieces that were read to ``read``.
 
     Raises:
         StoreError: The file was changed.
@@ -232,17 +248,17 @@ def _file_root(file: ModelFile) -> bytes:
     if found is not None:
         return found
     with as_store_error(f"cannot tell which model {path} is"):
-        found = _read_root(path, stamp)
+        found = _read_root(path, stamp, read)
     if is_settled:
         digest_cache.keep(stamp, found)
     return found
 
 
-def _read_root(path: str, stamp: FileStamp) -> bytes:
+def _read_root(path: str, stamp: FileStamp, read: list[int]) -> bytes:
     fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
     try:
         is_still = _is_still(os.fstat(fd), stamp)
-        root = _root(fd, stamp.n_bytes) if is_still else None
+        root = _root(fd, stamp.n_bytes, read) if is_still else None
         if root is None or not _is_still(os.fstat(fd), stamp):
             raise StoreError(
                 f"cannot tell which model {path} is: the file was replaced or changed after it was "
@@ -253,14 +269,14 @@ def _read_root(path: str, stamp: FileStamp) -> bytes:
     return root
 
 
-def _root(fd: int, n_bytes: int) -> bytes | None:
+def _root(fd: int, n_bytes: int, read: list[int]) -> bytes | None:
     """Return the digest of an open file, or None if the file is shorter than it was."""
     prepared = _counted_header(fd)
     if prepared is None:
-        leaves = _leaves(fd, n_bytes)
+        leaves = _leaves(fd, n_bytes, read)
         return None if leaves is None else _tree(b"llmaas-file", n_bytes, leaves)
     head, start, end = prepared
-    leaves = _leaves(fd, end, start)
+    leaves = _leaves(fd, end, read, start)
     if leaves is None:
         return None
     return _tree(b"llmaas-prepared", end - start, [_hash(b"llmaas-header", head), *leaves])
@@ -310,7 +326,7 @@ def _is_still(status: os.stat_result, stamp: FileStamp) -> bool:
     return now == stamp
 
 
-def _leaves(fd: int, n_bytes: int, start: int = 0) -> list[bytes] | None:
+def _leaves(fd: int, n_bytes: int, read: list[int], start: int = 0) -> list[bytes] | None:
     """Return the digest of each piece of a file from ``start`` on.
 
     Return None if the file is shorter than it was.
@@ -323,11 +339,13 @@ def _leaves(fd: int, n_bytes: int, start: int = 0) -> list[bytes] | None:
         try:
             while not failed and (i := next(numbers)) < n:
                 begin = start + i * _PIECE_BYTES
-                leaf = _leaf(fd, begin, min(begin + _PIECE_BYTES, n_bytes), room)
+                end = min(begin + _PIECE_BYTES, n_bytes)
+                leaf = _leaf(fd, begin, end, room)
                 if leaf is None:
                     failed.append(None)
                 else:
                     leaves[i] = leaf
+                    read.append(end - begin)
         except OSError as error:
             failed.append(error)
 

@@ -20,7 +20,7 @@ from llmaas_plugins.cli.deadlines.shares import (
 )
 from llmaas_plugins.cli.given_text import add_prompt_text
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import add_model_action, trained_context
+from llmaas_plugins.cli.models import add_model_action, identified, trained_context
 from llmaas_plugins.cli.options import at_least
 from llmaas_plugins.cli.output import (
     counted,
@@ -142,7 +142,6 @@ def _opened(args: argparse.Namespace) -> Iterator[_Opened]:
     from llmaas_plugins.activation import activate
     from llmaas_plugins.elastic.level_identity import levels_id
     from llmaas_plugins.elastic.metadata import read_elastic
-    from llmaas_plugins.model.digest import file_digest
     from llmaas_plugins.model.loading import loaded
 
     if read_elastic(args.model) is None:
@@ -150,7 +149,7 @@ def _opened(args: argparse.Namespace) -> Iterator[_Opened]:
             f"{args.model} has no levels; `llmaas elastic prepare {args.model}` writes a file that "
             "has."
         )
-    digest = file_digest(args.model)
+    digest = identified(args.model)
     shorter = shortener(args)
     plugins = {"elastic": {"table": args.table}, **shorter}
     with (

@@ -36,6 +36,7 @@ from llmaas_plugins.cli.elastic.text import (
 )
 from llmaas_plugins.cli.elastic.writing import n_written_bytes, write_target
 from llmaas_plugins.cli.files import check_target
+from llmaas_plugins.cli.models import identified
 from llmaas_plugins.cli.output import size_text
 
 if TYPE_CHECKING:
@@ -220,9 +221,7 @@ class Preparation:
         return bool(is_same) and np.array_equal(kept, self._target_digest())
 
     def _target_digest(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        from llmaas_plugins.model.digest import file_digest
-
-        return np.frombuffer(bytes.fromhex(file_digest(self.target)), np.uint8)
+        return np.frombuffer(bytes.fromhex(identified(self.target)), np.uint8)
 
     def _read_scores(self) -> Scores | None:
         from llmaas_plugins.elastic.scores import read_scores

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import add_model_action, trained_context
+from llmaas_plugins.cli.models import add_model_action, identified, trained_context
 from llmaas_plugins.cli.output import print_report, printable, progress_bar
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _measured(args: argparse.Namespace) -> tuple[Latency, Path]:
             f"with which {args.model} was trained."
         )
     with _opened(args) as (llama, model):
-        path = latency_path(args.model, model["table"])
+        path = latency_path(args.model, model["table"], identified(args.model))
         check_writable(path)
         plan = ProfilePlan(
             args.model.name, model["table"], model["levels"], args.threads, args.prompts

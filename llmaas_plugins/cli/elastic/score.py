@@ -20,7 +20,7 @@ from llmaas_plugins.cli.elastic.text import (
 )
 from llmaas_plugins.cli.files import check_target
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import add_model_action, evaluator_of
+from llmaas_plugins.cli.models import add_model_action, evaluator_of, identified
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.cli.own_text import SEED
 
@@ -98,11 +98,10 @@ def checkpoint_of(args: argparse.Namespace, target: Path, **options: object) -> 
         options: Options that change results, besides those of the calibration.
     """
     from llmaas_plugins.elastic.checkpoint import Checkpoint, checkpoint_path, fingerprint_of
-    from llmaas_plugins.model.digest import file_digest
 
     fingerprint = fingerprint_of(
         {
-            "model": file_digest(args.model),
+            "model": identified(args.model),
             "text": text_digest(args),
             "tokens": args.tokens,
             "gradients": args.gradients,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import LlmaasError, TensorInfo
 from llmaas_plugins.cli.flash.pack import tensors_of
-from llmaas_plugins.cli.models import add_model_action
+from llmaas_plugins.cli.models import add_model_action, identified
 from llmaas_plugins.cli.output import counted, print_report, printable, progress_bar, size_text
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def check(args: argparse.Namespace) -> int:
         (packed_path(model), PACKED_FILE, packed_problem),
         (channel_path(model), CHANNEL_FILE, _channel_problem),
     ]
+    if any(path.exists() for path, _, _ in files):
+        identified(model)  # its files are for this digest
     reports = [
         _checked(path, kind, functools.partial(problem, path, model, tensors))
         for path, kind, problem in files

@@ -13,7 +13,7 @@ from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.flash.sharing import measured_shares
 from llmaas_plugins.cli.given_text import tokens_of
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import add_model_action
+from llmaas_plugins.cli.models import add_model_action, identified
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.model.loading import loaded
 
@@ -80,6 +80,7 @@ def pack(args: argparse.Namespace) -> int:
             raise ConfigError(f"{option} has no effect without --sparse.")
     tensors = tensors_of(args.model)
     with stoppable("repeat the command to write the rest"):
+        identified(args.model)  # the file is written for this digest
         if not args.sparse or not is_packed(args.model, tensors):
             _pack(args.model, tensors)
         if args.sparse:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.given_text import add_prompt_text, prompt_texts
 from llmaas_plugins.cli.interrupts import stoppable
+from llmaas_plugins.cli.models import identified
 from llmaas_plugins.cli.options import at_least, finite, require_torch
 from llmaas_plugins.cli.output import (
     counted,
@@ -59,13 +60,12 @@ def learn(args: argparse.Namespace) -> int:
     if args.model is not None:
         args.model = _loaded_in_place_of(args.model)
     from llmaas_plugins.files.file_bytes import as_store_error
-    from llmaas_plugins.model.digest import file_digest
     from llmaas_plugins.short_prompts.encoder.body import body_folder, read_body
     from llmaas_plugins.short_prompts.encoder.model_file import GENERAL, encoder_path
     from llmaas_plugins.training.word_labels import examples_of
 
     body = read_body(body_folder())
-    path = encoder_path(GENERAL if args.model is None else file_digest(args.model))
+    path = encoder_path(GENERAL if args.model is None else identified(args.model))
     with as_store_error(f"cannot write {path}"):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with stoppable(_THEN), _labeled(args, path) as texts:

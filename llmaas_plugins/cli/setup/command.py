@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import check_room, check_target, content_of
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import add_model_action
+from llmaas_plugins.cli.models import add_model_action, identified
 from llmaas_plugins.cli.output import duration_text, print_report, size_text
 from llmaas_plugins.cli.setup.config_text import check_ours
 from llmaas_plugins.cli.setup.estimates import Estimates, estimates_of
@@ -26,7 +26,6 @@ from llmaas_plugins.cli.setup.running import Run
 from llmaas_plugins.cli.setup.steps import STEPS, Job, improving_steps
 from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.machine import available_bytes, room, usable_processors
-from llmaas_plugins.model.digest import file_digest
 
 __all__ = ["add_parser"]
 
@@ -116,7 +115,7 @@ def _job(args: argparse.Namespace) -> Job:
     elastic = read_elastic(model)
     tables = () if elastic is None else elastic.tables
     table = next((name for name in ("searched", "uniform") if name in tables), None)
-    job = Job(model, file_digest(model), chats, frozenset(args.skip), table)
+    job = Job(model, identified(model), chats, frozenset(args.skip), table)
     if job.is_prepared_here and (problem := _no_levels(model)) is not None:
         _say(f"elastic and deadlines are left out: {problem}")
         job = replace(job, skipped=job.skipped | {"prepare"})

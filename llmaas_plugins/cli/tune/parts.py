@@ -12,6 +12,7 @@ from pathlib import Path
 from llmaas_hooks import LlmaasError
 from llmaas_plugins import __version__
 from llmaas_plugins.cli.files import content_of
+from llmaas_plugins.cli.models import identified
 from llmaas_plugins.cli.output import duration_text, one_line
 from llmaas_plugins.cli.setup.steps import widths_of
 from llmaas_plugins.cli.tune.bench import Bench
@@ -28,7 +29,6 @@ from llmaas_plugins.elastic.latency import Machine
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.flash_weights.channels import channel_path
 from llmaas_plugins.flash_weights.packed import packed_path
-from llmaas_plugins.model.digest import file_digest
 
 __all__ = ["Outcome", "Plan", "measured", "parts_of", "share_of"]
 
@@ -179,7 +179,7 @@ def _key(plan: Plan, name: str, passed: Sequence[str]) -> str:
         name,
         plan.minutes,
         plan.config.memory.budget,
-        [file_digest(plan.model), file_digest(plan.made)],
+        [identified(plan.model), identified(plan.made)],
         settings,
         [hashlib.sha256(text).hexdigest() for text in plan.texts],
         [hashlib.sha256(content_of(path)).hexdigest() for path in plan.exports],

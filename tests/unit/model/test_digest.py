@@ -174,8 +174,8 @@ def test_a_file_that_is_not_what_was_loaded_has_no_digest(path, change):
 def test_a_file_that_changes_while_it_is_read_has_no_digest(path, monkeypatch):
     leaves = model_digest._leaves
 
-    def changing(fd, n_bytes):
-        found = leaves(fd, n_bytes)
+    def changing(fd, n_bytes, read):
+        found = leaves(fd, n_bytes, read)
         rewrite(path)
         return found
 
@@ -189,9 +189,9 @@ def test_a_file_that_is_deleted_while_it_is_read_keeps_its_digest(path, monkeypa
     copy = path.with_name("copy.gguf")
     copy.write_bytes(path.read_bytes())
 
-    def deleting(fd, n_bytes):
+    def deleting(fd, n_bytes, read):
         copy.unlink()
-        return leaves(fd, n_bytes)
+        return leaves(fd, n_bytes, read)
 
     monkeypatch.setattr(model_digest, "_leaves", deleting)
     assert digest(copy) == expected
@@ -231,6 +231,15 @@ def test_a_file_is_read_once_by_a_process_and_by_later_ones(path, monkeypatch):
     link = path.with_name("link.gguf")
     link.symlink_to(path)
     assert digest(link) == found
+
+
+def test_bytes_that_are_read_are_counted(path, monkeypatch):
+    found = model_digest.begin_file_digest(path)
+    found.get()
+    assert found.n_read == path.stat().st_size
+    monkeypatch.setattr(model_digest, "_known", {})
+    cached = model_digest.begin_file_digest(path)
+    assert (cached.get(), cached.n_read) == (found.get(), 0)
 
 
 def test_a_file_that_was_written_just_now_is_read_again(path, monkeypatch):
@@ -316,10 +325,10 @@ def slow(monkeypatch):
     """Make digest threads wait for this event."""
     event, root = threading.Event(), model_digest._file_root
 
-    def file_root(file):
+    def file_root(file, read):
         if threading.current_thread().name == "llmaas-digest":
             event.wait()
-        return root(file)
+        return root(file, read)
 
     monkeypatch.setattr(model_digest, "_file_root", file_root)
     yield event
@@ -359,7 +368,7 @@ def test_an_error_that_comes_at_once_is_not_kept(path, monkeypatch):
         def is_alive(self):
             return False
 
-    def fails(_file):
+    def fails(_file, _read):
         raise OSError(24, "Too many open files")
 
     files = files_now(path)
