@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,7 @@ def _run(args: argparse.Namespace) -> int:
     from llmaas_plugins.model.gguf_header import read_header
     from llmaas_plugins.run_record import run_record
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a feature's process ends, too
     read_header(args.model)  # refuses other files before anything runs
     limits = Limits(60 * args.minutes, int(args.memory * (1 << 30)))
     rows = list(run_features(args.model, args.folder, limits, args.only))

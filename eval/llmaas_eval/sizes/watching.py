@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from llmaas_plugins.signals import signals_wait
+
 __all__ = ["Limits", "Watched", "watch"]
 
 _POLL_S = 0.1
@@ -71,29 +73,29 @@ def watch(command: Sequence[str], env: Mapping[str, str], folder: Path, limits: 
     """
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, _WINDOW)
+    process: subprocess.Popen[bytes] | None = None
     try:
-        process = subprocess.Popen(  # noqa: S603  the arguments are our own
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=theirs,
-            stderr=theirs,
-            env=dict(env),
-            cwd=folder,
-            start_new_session=True,
-        )
-    except BaseException:
-        os.close(ours)
-        raise
-    finally:
-        os.close(theirs)
-    resource.prlimit(process.pid, resource.RLIMIT_DATA, (limits.private_bytes,) * 2)
-    try:
+        try:
+            with signals_wait():  # else Ctrl-C could lose a process that has begun
+                process = subprocess.Popen(  # noqa: S603  the arguments are our own
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=theirs,
+                    stderr=theirs,
+                    env=dict(env),
+                    cwd=folder,
+                    start_new_session=True,
+                )
+        finally:
+            os.close(theirs)
+        resource.prlimit(process.pid, resource.RLIMIT_DATA, (limits.private_bytes,) * 2)
         return _watched(process, ours, limits)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
         os.close(ours)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 # -- inside --------------------------------------------------------------------------------------
@@ -125,10 +127,10 @@ def _watched(process: subprocess.Popen[bytes], terminal: int, limits: Limits) ->
         is_readable = bool(select.select([terminal], [], [], 0 if has_ended else _POLL_S)[0])
         content = _read(terminal) if is_readable else b""
         now = time.monotonic()
-        if content or has_ended:
-            silent_s, heard = max(silent_s, now - heard), now
-        said = (said + content)[-_MOST_TEXT:]
-        if not content and (has_ended or now - started > limits.seconds):
+        silent_s = max(silent_s, now - heard)
+        if content:
+            said, heard = (said + content)[-_MOST_TEXT:], now
+        if (has_ended and not content) or now - started > limits.seconds:
             break
         peaks.look()
     lines = (line.strip() for line in _BREAK.split(said.decode(errors="replace")))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +81,7 @@ def test_how_commands_end(tmp_path, code, limits, status):
     found = watched(tmp_path, code, limits)
     assert found.status == status
     assert found.seconds < 30
+    assert found.silent_s > 0
     if limits.private_bytes < 1 << 30:
         assert found.said[-1] == "MemoryError"
 
@@ -127,6 +130,19 @@ def test_a_feature_is_skipped_if_what_it_needs_has_failed(model, tmp_path):
     assert found["elastic: profile"] == {
         "feature": "elastic: profile", "verdict": "skipped", "why": "needs elastic: prepare",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_that_is_terminated_leaves_no_process(model, tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "llmaas_eval.sizes", "run", model, "--folder", folder]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline() == "open, stock llama.cpp ...\n"
+        process.terminate()
+        process.communicate()
+    assert process.returncode != 0
+    folders = {os.path.realpath(path) for path in Path("/proc").glob("[0-9]*/cwd")}
+    assert str(folder) not in folders
 
 
 def test_another_file_than_a_model_is_refused(tmp_path, capsys):
