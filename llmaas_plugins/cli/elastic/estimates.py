@@ -35,7 +35,7 @@ class Speeds(NamedTuple):
         write_s: Seconds to write a token, several sequences at once.
         gradient_s: Seconds to compute gradients of a token's loss, guessed from ``read_s``.
         store_s: Seconds to write a byte of a file.
-        requantize_s: Seconds to quantize every ``ffn_down`` again.
+        requantize_s: Seconds to quantize every ``ffn_down`` again; 0 if none is.
     """
 
     read_s: float
@@ -46,8 +46,16 @@ class Speeds(NamedTuple):
     requantize_s: float
 
 
-def probed(model: Path, blocks: Blocks, target: Path) -> Speeds:
-    """Measure a model's speed on a few tokens, and a disk's on 32 MiB; this takes seconds."""
+def probed(model: Path, blocks: Blocks, target: Path, *, is_apart: bool) -> Speeds:
+    """Measure a model's speed on a few tokens, and a disk's on 32 MiB; this takes seconds.
+
+    Args:
+        model: Path of the model.
+        blocks: Its blocks.
+        target: Path of the prepared file.
+        is_apart: Whether ``ffn_down`` is quantized again. The types of other models may have no
+            quantizer in Python.
+    """
     from llmaas_plugins.elastic.probing import Prober
     from llmaas_plugins.elastic.units import Widths
 
@@ -68,7 +76,7 @@ def probed(model: Path, blocks: Blocks, target: Path) -> Speeds:
         write_s,
         _GRADIENT_READS * read_s,
         _store_s(target),
-        _requantize_s(model, blocks),
+        _requantize_s(model, blocks) if is_apart else 0.0,
     )
 
 

@@ -258,7 +258,7 @@ class Preparation:
         if scores is not None:
             is_written = self._is_written(order_by(self._movable, scores))
         done = Done(self._checkpoint.get("text 0") is not None, scores is not None, is_written)
-        self._speeds = probed(args.model, self._blocks, self.target)
+        self._speeds = probed(args.model, self._blocks, self.target, is_apart=self._is_apart)
         return planned(args, self._blocks, self._speeds, done, is_apart=self._is_apart)
 
     def _lines(self, elastic: Elastic, n_bytes: int) -> Iterator[str]:

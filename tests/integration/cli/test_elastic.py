@@ -25,7 +25,7 @@ from llmaas_plugins.elastic.scores import read_scores
 from llmaas_plugins.elastic.uniform import anchors_of
 from llmaas_plugins.elastic.units import blocks_of
 from llmaas_plugins.model.gguf_header import read_header
-from llmaas_plugins.model.quantize import WEIGHTS
+from llmaas_plugins.model.quantize import WEIGHTS, quantize
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,19 @@ def test_quantized_on_the_way_it_cannot_be_restored(original, tmp_path, elastic,
     code, printed = elastic("restore", path, "-o", tmp_path / "again.gguf")
     assert (code, "was quantized when it was prepared" in printed) == (2, True)
     assert "can be restored: no" in elastic("show", path)[1]
+
+
+@pytest.mark.parametrize("weights", ["Q4_K", "Q6_K"])
+def test_a_model_in_a_k_type_is_prepared_as_it_is(tmp_path, elastic, weights):
+    """Python has no quantizer for these types, and nothing of such a model is quantized again."""
+    shape = Shape(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, n_ff=512, n_ctx=512)
+    source = write_random_model(tmp_path / "f16.gguf", shape, Type.F16)
+    model = quantize(source, tmp_path / "model.gguf", weights)
+    code, printed = elastic("prepare", model, "--tokens", 64, "--no-search")
+    assert code == 0, printed
+    path, again = tmp_path / "model.elastic.gguf", tmp_path / "again.gguf"
+    assert elastic("restore", path, "-o", again)[0] == 0
+    assert again.read_bytes() == model.read_bytes()
 
 
 @pytest.mark.slow
