@@ -11,6 +11,7 @@ import numpy as np
 
 from llmaas_plugins.cli.files import folder_beside
 from llmaas_plugins.cli.models import evaluator_of
+from llmaas_plugins.cli.output import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ __all__ = ["N_PROBED", "Speeds", "probed"]
 
 N_PROBED = 64
 """Tokens that the probe reads at each of two widths."""
-_N_WRITTEN = 16
+_N_READINGS, _N_WRITTEN = 2, 16
 _N_BYTES, _N_ROWS = 32 << 20, 256
 
 
@@ -64,12 +65,16 @@ def probed(model: Path, blocks: Blocks, target: Path, *, is_apart: bool) -> Spee
         -(-prober.full.groups // (2 * blocks.group_granule)) * blocks.group_granule,
         -(-prober.full.neurons // (2 * blocks.granule)) * blocks.granule,
     )
-    with evaluator_of(model, prober=prober) as (_, evaluator):
-        read_s = _read_s(evaluator)
+    n_tokens = 2 * _N_READINGS * N_PROBED + _N_WRITTEN
+    with (
+        evaluator_of(model, prober=prober) as (_, evaluator),
+        progress_bar("probing this machine", "token", n_tokens) as bar,
+    ):
+        read_s = _read_s(evaluator, bar.update)
         prober.set(half)
-        half_s = _read_s(evaluator)
+        half_s = _read_s(evaluator, bar.update)
         prober.set(prober.full)
-        write_s = _timed(lambda: list(evaluator.generate(_N_WRITTEN))) / _N_WRITTEN
+        write_s = _timed(lambda: list(map(bar.update, evaluator.generate(_N_WRITTEN)))) / _N_WRITTEN
     return Speeds(
         read_s,
         half_s,
@@ -84,10 +89,13 @@ _GRADIENT_READS = 6
 """Products of a gradient's forward and backward passes, relative to reading, by float32."""
 
 
-def _read_s(evaluator: Evaluator) -> float:
-    """Return the seconds to read a token, the faster of two times."""
-    tokens = np.arange(N_PROBED, dtype=np.int32) % evaluator.n_vocab
-    return min(_timed(lambda: list(evaluator.read(tokens))) for _ in range(2)) / N_PROBED
+def _read_s(evaluator: Evaluator, progress: Callable[[int], object]) -> float:
+    """Return the seconds to read a token, the fastest of some times."""
+    tokens, times = np.arange(N_PROBED, dtype=np.int32) % evaluator.n_vocab, list[float]()
+    for _ in range(_N_READINGS):
+        times.append(_timed(lambda: list(evaluator.read(tokens))))
+        progress(N_PROBED)
+    return min(times) / N_PROBED
 
 
 def _store_s(target: Path) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 from elastic_models import logits_of
 from gguf import GGMLQuantizationType as Type
+from tqdm import tqdm
 
 from llmaas_eval.models import Shape, write_random_model
+from llmaas_plugins.cli.elastic import estimates
 from llmaas_plugins.cli.elastic import prepare as elastic_prepare
 from llmaas_plugins.cli.elastic import text as elastic_text
 from llmaas_plugins.cli.interrupts import stoppable
@@ -110,6 +113,20 @@ def test_a_model_in_a_k_type_is_prepared_as_it_is(tmp_path, elastic, weights):
     path, again = tmp_path / "model.elastic.gguf", tmp_path / "again.gguf"
     assert elastic("restore", path, "-o", again)[0] == 0
     assert again.read_bytes() == model.read_bytes()
+
+
+def test_the_probe_of_the_machine_has_progress(original, tmp_path, elastic, monkeypatch):
+    bars = []
+
+    def progress_bar(what, unit, total):
+        bars.append(tqdm(desc=what, unit=unit, total=total, file=io.StringIO()))
+        return bars[-1]
+
+    monkeypatch.setattr(estimates, "progress_bar", progress_bar)
+    options = "-o", tmp_path / "x.gguf", "--dry-run", "--no-search"
+    assert elastic("prepare", original, *options)[0] == 0
+    (bar,) = bars
+    assert bar.n == bar.total > 4 * estimates.N_PROBED
 
 
 @pytest.mark.slow
