@@ -112,10 +112,15 @@ class TextLoss:
         self._expected: list[NDArray[np.float16]] = []
         self._expected_nats: list[float] = []
         for window in self.windows:
-            log_p = np.concatenate([log_softmax(rows) for _, rows in evaluator.read(window)])
-            p = np.exp(log_p)
-            self._expected.append(p.astype(np.float16))
-            self._expected_nats.append(float(np.vdot(p, log_p)))
+            expected, nats, at = np.empty((len(window), evaluator.n_vocab), np.float16), 0.0, 0
+            for tokens, rows in evaluator.read(window):
+                log_p = log_softmax(rows)
+                p = np.exp(log_p)
+                expected[at : at + len(tokens)] = p
+                nats += float(np.vdot(p, log_p))
+                at += len(tokens)
+            self._expected.append(expected)
+            self._expected_nats.append(nats)
 
     def measure(self) -> float:
         """Return the current loss in nats per token, averaged over windows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from llmaas_plugins.elastic.probing import Prober, TextLoss
 from llmaas_plugins.elastic.searching import Search, n_losses, not_worse
 from llmaas_plugins.elastic.uniform import uniform_widths
 from llmaas_plugins.elastic.units import Blocks, Widths, blocks_of
+from llmaas_plugins.model import batch_context
 from llmaas_plugins.model.forward import Evaluator, log_softmax
 from llmaas_plugins.model.loading import loaded
 
@@ -194,6 +196,22 @@ def test_predictions_that_losses_compare_with_are_bounded(reference_model, monke
         loss = TextLoss(evaluator, windows, 0.0)
         assert len(loss.windows) == 2
         assert abs(loss.measure()) < 1e-3
+
+
+def test_predictions_are_held_in_half_precision_only(reference_model, monkeypatch):
+    """With a vocabulary of 262,144 tokens, a window in float32 would take half a gigabyte."""
+    n_part = 1 << 20
+    monkeypatch.setattr(batch_context, "_MOST_LOGITS_BYTES", n_part)
+    text = np.random.default_rng(0).integers(300, 4000, 512).astype(np.int32)
+    with loaded(reference_model) as model, Evaluator(model.model, 1) as evaluator:
+        windows = evaluator.cut(text, 512)
+        n_held = 2 * evaluator.n_vocab * sum(map(len, windows))
+        tracemalloc.start()
+        TextLoss(evaluator, windows)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert n_held > 3 * n_part
+    assert peak < n_held + 5 * n_part
 
 
 def test_a_loss_is_divergence_and_a_share_of_the_next_tokens(reference_model):
