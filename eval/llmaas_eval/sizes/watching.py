@@ -41,7 +41,7 @@ class Limits(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """What a command took.
+    """Time, memory and output of a command.
 
     Attributes:
         status: Exit status, negative for a signal; None if the time was over.
