@@ -81,10 +81,13 @@ def _run(args: argparse.Namespace) -> int:
     from llmaas_plugins.model.gguf_header import read_header
     from llmaas_plugins.run_record import run_record
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a feature's process ends, too
     read_header(args.model)  # refuses other files before anything runs
     limits = Limits(60 * args.minutes, int(args.memory * (1 << 30)))
-    rows = list(run_features(args.model, args.folder, limits, args.only))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:  # SIGTERM ends a feature's process, too, as Ctrl-C does
+        rows = list(run_features(args.model, args.folder, limits, args.only))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     document = {"run": run_record(), "model": args.model.stem, "rows": rows}
     sys.stdout.write(f"{TABLES['sizes']([document]).as_markdown()}\n")
     if args.json is not None:
