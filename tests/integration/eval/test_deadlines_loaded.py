@@ -6,15 +6,26 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 from preparing import prepare
+from tiny_encoders import N_EMBD, write_package
 
 from llmaas_eval.deadlines.loaded import answers, scoring
 from llmaas_eval.deadlines.loaded.load import Call, Limits, ask, send
 from llmaas_eval.deadlines.loaded.questions import AppQuestions, Question, packaged_questions
 from llmaas_eval.deadlines.loaded.recorder import key_of
 from llmaas_eval.deadlines.loaded.service import serving
+from llmaas_eval.deadlines.loaded.shorter import Shorter, trained_encoder
 from llmaas_eval.deadlines.loaded.systems import SYSTEMS
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.prepared import variants
+from llmaas_plugins.short_prompts.config import ShortPromptsConfig
+from llmaas_plugins.short_prompts.encoder.body import read_body
+from llmaas_plugins.short_prompts.encoder.model_file import (
+    GENERAL,
+    EncoderFile,
+    Head,
+    encoder_path,
+)
+from llmaas_plugins.short_prompts.plugin import ShortPrompts
 
 pytest.importorskip("fastapi")
 
@@ -35,6 +46,19 @@ def service(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
     with serving(SYSTEMS["fifo-constant"], "warm", model, folder) as service:
         yield service
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A tiny encoder in the place of the one that `llmaas prompts learn` trains."""
+    weights = np.random.default_rng(7).standard_normal((2, N_EMBD)).astype(np.float32)
+    body = read_body(write_package(tmp_path_factory.mktemp("package")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        path = encoder_path(GENERAL)
+        path.parent.mkdir(parents=True)
+        EncoderFile.write(path, body, {}, Head(weights, np.zeros(2, np.float32)), "F32")
+        yield path
 
 
 def call(number, app="Rewind", limits=ENOUGH, levels=None, at_s=0.0):
@@ -67,6 +91,15 @@ def test_a_refused_call_is_an_incomplete_answer(service):
     answer = ask(service, call(4, levels=(7.0, 1.0)))
     assert answer.error.startswith("ValueError: status 4")
     assert answer.met(ENOUGH) == (False, False)
+
+
+def test_the_share_of_a_prompt_that_was_read_is_recorded(model, encoder, tmp_path):
+    long = APPS["GMail"].prefix * 3 + call(1).prompt
+    short, whole = call(1)._replace(prompt=long, share=0.5), call(2)._replace(prompt=f"So {long}")
+    with serving(SYSTEMS["ours-shorter"], "cold", model, tmp_path) as service:
+        assert [ask(service, one).error for one in (short, whole)] == [None, None]
+        records = service.records()
+    assert [records[key_of(one.prompt)].share for one in (short, whole)] == [0.5, 1.0]
 
 
 def test_sending_ends_early_after_too_many_misses(model, tmp_path):
@@ -103,7 +136,7 @@ def items(reference_model):
 
 
 def test_scores_are_mean_log_probabilities_of_the_choices(reference_model, items):
-    found = scoring.scores(Variant(reference_model), items, [(0, 0)])[0, 0]
+    found = scoring.scores(Variant(reference_model), items, {(0, 0): {0, 1}})[0, 0]
     llama = Llama(str(reference_model), n_ctx=256, logits_all=True, n_threads=1, verbose=False)
     for i, item in enumerate(items):
         means = []
@@ -121,14 +154,18 @@ def test_scores_are_mean_log_probabilities_of_the_choices(reference_model, items
 
 def test_prompt_and_answer_have_levels_of_their_own(model, items, tmp_path):
     variant = variants(model, LEVELS)["uniform"]
-    kept = answers.Kept(tmp_path)
-    pairs = [(i, j) for i in range(3) for j in range(3)]
-    found = kept.scores("all", variant, items, pairs)
+    kept, pairs = answers.Kept(tmp_path), [(i, j) for i in range(3) for j in range(3)]
+
+    def ask(wanted):
+        return scoring.scores(variant, items, wanted)
+
+    found = kept.scores("all", 2, dict.fromkeys(pairs, (0, 1)), ask)
     assert [*found] == pairs
     assert len({float(each.nats[0]) for each in found.values()}) == 9
-    alone = scoring.scores(variant, items, [(2, 1)])
-    assert alone[2, 1].nats == pytest.approx(found[2, 1].nats, rel=1e-3)
-    again = answers.Kept(tmp_path).scores("all", Variant(tmp_path / "gone.gguf"), items, pairs[3:])
+    alone = scoring.scores(variant, items, {(2, 1): [1], (0, 0): [0]})
+    assert alone[2, 1].nats[1] == pytest.approx(found[2, 1].nats[1], rel=1e-3)
+    assert (alone[2, 1].choice[0], alone[0, 0].choice[1]) == (-1, -1)
+    again = answers.Kept(tmp_path).scores("all", 2, dict.fromkeys(pairs[3:], (0, 1)), ask=None)
     assert [*again] == pairs[3:]
     assert all((again[pair].nats == found[pair].nats).all() for pair in again)
 
@@ -141,7 +178,29 @@ def test_given_words_before_a_choice_do_not_count(reference_model, items):
     whole = scoring.Item(item.prompt, [], [[*lead, *rest], [*lead, *other]], 0)
     first = scoring.Item(item.prompt, [], [lead, lead], 0)
     found, base, one = (
-        scoring.scores(Variant(reference_model), [each], [(0, 0)])[0, 0].nats[0]
+        scoring.scores(Variant(reference_model), [each], {(0, 0): [0]})[0, 0].nats[0]
         for each in (led, whole, first)
     )
     assert found * len(rest) + one == pytest.approx(base * (len(rest) + 1), rel=1e-3)
+
+
+# -- shorter prompts -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["warm", "cold"])
+def test_shorter_prompts_have_the_words_that_the_plugin_keeps(reference_model, encoder, kind):
+    app = APPS["GMail"]
+    asked = app._replace(prefix=f"100-8\n{app.prefix}") if kind == "cold" else app
+    plugin = ShortPrompts(ShortPromptsConfig(scorer="encoder"))
+    with answers.tokenizer(reference_model) as llama:
+        items = answers.app_items(app, [0, 1], llama)
+        tokens = np.array(answers.app_items(asked, [1], llama)[0].prompt, np.int32)
+        (expected,) = plugin.shortened(llama, tokens, [0.5])
+        read, first = (
+            llama.detokenize(one).decode() for one in (expected.tokens.tolist(), items[0].prompt)
+        )
+        found = Shorter(trained_encoder(), reference_model, kind).items(items, [1], 0.5)
+        assert llama.detokenize(found[1].prompt).decode() == read.removeprefix("100-8")
+        assert llama.detokenize(found[0].prompt).decode() == first
+    assert len(items[1].prompt) // 3 < len(found[1].prompt) <= len(tokens) // 2
+    plugin.llmaas_shutdown()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from llmaas_eval.deadlines.loaded import plots, probes, report, study
+from llmaas_eval.deadlines.loaded.answers import Kept
 from llmaas_eval.deadlines.loaded.goodput import highest, rate_of, step_of
 from llmaas_eval.deadlines.loaded.limits import (
     Idle,
@@ -18,10 +19,10 @@ from llmaas_eval.deadlines.loaded.limits import (
 )
 from llmaas_eval.deadlines.loaded.load import Answer, Limits
 from llmaas_eval.deadlines.loaded.probes import Case, Probe, Served
-from llmaas_eval.deadlines.loaded.quality import AppScores, outcomes, pair_of
+from llmaas_eval.deadlines.loaded.quality import WHOLE, AppScores, Setting, outcomes, setting_of
 from llmaas_eval.deadlines.loaded.recorder import Record, key_of, read_records
-from llmaas_eval.deadlines.loaded.scoring import Scores
-from llmaas_eval.deadlines.loaded.systems import SYSTEMS, config_text
+from llmaas_eval.deadlines.loaded.scoring import Scores, unanswered
+from llmaas_eval.deadlines.loaded.systems import COMPRESSED, SYSTEMS, config_text
 from llmaas_eval.deadlines.loaded.traces import APP_NAMES, SHARES, Shares, trace
 from llmaas_plugins.config import load_config
 from llmaas_plugins.elastic.latency import Curves, Latency, Machine
@@ -95,6 +96,13 @@ def test_possible_promises_are_those_that_an_idle_machine_keeps():
     assert possible_share(times(), SHARES, narrow, sizes, "cold") == 1
 
 
+def test_shorter_cold_prompts_make_more_promises_possible():
+    sizes, half = [("Gboard", Size(200, 20))] * 5, {"Gboard": (0.5, 0.5)}
+    assert possible_share(times(), SHARES, half, sizes, "cold") == 0
+    assert possible_share(times(), SHARES, half, sizes, "cold", 0.41) == 0
+    assert possible_share(times(), SHARES, half, sizes, "cold", 0.4) == 1
+
+
 def test_an_incomplete_answer_keeps_nothing():
     limits = Limits(10.0, 5.0)
     assert Answer(0, 10.0, 6.0, 16, None).met(limits) == (True, False)
@@ -156,6 +164,19 @@ def test_only_planned_or_scheduled_systems_have_promises(tmp_path):
     assert 'schedule = "deadline"\npreempt = true' in ours
     assert "[plugins.kv_chunks]" in ours
     assert "preempt = false" in config_text(SYSTEMS["edf-constant"], "warm", {}, tmp_path)
+    assert "short_prompts" not in ours
+
+
+def test_shorter_prompts_have_the_encoders_words(tmp_path):
+    text = config_text(SYSTEMS["ours-shorter"], "cold", {}, tmp_path)
+    assert '[plugins.short_prompts]\nscorer = "encoder"\nshares = [0.7, 0.5, 0.3, 0.2]' in text
+
+
+def test_shorter_prompts_need_a_trained_encoder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    plan = study.Plan((), ("ours-shorter",), (), (), (), 12, 0, 1, "tiny", 0, None, None)
+    with pytest.raises(ValueError, match="`llmaas prompts learn` trains one"):
+        study.run(plan, {}, tmp_path)
 
 
 def test_records_of_the_service_are_read_by_their_prompt(tmp_path):
@@ -169,8 +190,8 @@ def test_records_of_the_service_are_read_by_their_prompt(tmp_path):
 # -- rows and tables -----------------------------------------------------------------------------
 
 
-def served(number, app, *, is_met=True, levels=(0.5, 1.0), infeasible=()):
-    return Served(number, app, number, 1.0, 1.0, is_met, True, levels, infeasible, 0, None)
+def served(number, app, *, is_met=True, levels=(0.5, 1.0), infeasible=(), share=1.0):
+    return Served(number, app, number, 1.0, 1.0, is_met, True, levels, infeasible, 0, None, share)
 
 
 def probe(system, rate=1.0, alpha=0.0, n_missed=0):
@@ -192,7 +213,7 @@ def test_a_summary_counts_by_app_and_tells_silent_misses_from_flagged_ones():
     found = study.summary(probe("ours", n_missed=2))["apps"]
     assert found["XiaoAi"] == {
         "n": 2, "ttft": 1, "tpot": 2, "both": 1, "flagged": 1, "silent": 0, "failed": 0,
-        "levels": [0.5, 1.0],
+        "levels": [0.5, 1.0], "shortened": 0, "read": 1.0,
     }  # fmt: skip
     assert (found["Gboard"]["both"], found["Gboard"]["silent"]) == (1, 1)
 
@@ -235,8 +256,9 @@ def app_scores():
     """Return answers to twelve questions: narrow prompts make every second one wrong."""
     whole = Scores(np.zeros(12, np.int32), np.ones(12, np.float32))
     narrow = Scores(np.arange(12, dtype=np.int32) % 2, np.full(12, 3.0, np.float32))
-    by_pair = {(0, 0): whole, (1, 0): narrow}
-    return AppScores(by_pair, LEVELS, {i: i for i in range(12)}, whole, [0] * 12)
+    short = Scores(np.zeros(12, np.int32), np.full(12, 1.5, np.float32))
+    by_setting = {WHOLE: whole, Setting(1.0, 1, 0): narrow, Setting(0.3, 1, 0): short}
+    return AppScores(by_setting, LEVELS, {i: i for i in range(12)}, whole, [0] * 12)
 
 
 def test_a_missed_promise_counts_as_wrong():
@@ -247,9 +269,34 @@ def test_a_missed_promise_counts_as_wrong():
     assert {one["nats"] for one in found} == {2.0}
 
 
+def test_a_shorter_prompt_has_answers_of_its_own():
+    found = probe("ours-shorter")
+    found = found._replace(served=[one._replace(share=0.3) for one in found.served])
+    assert {one["nats"] for one in outcomes(found, dict.fromkeys(APP_NAMES, app_scores()))} == {0.5}
+
+
 def test_a_request_has_the_widest_level_that_is_not_wider_than_what_it_used():
-    assert pair_of(LEVELS, (0.5, 1.0)) == (1, 0)
-    assert pair_of(LEVELS, (0.6, 0.2)) == (1, 2)
+    assert setting_of(LEVELS, served(0, "GMail")) == (1.0, 1, 0)
+    assert setting_of(LEVELS, served(0, "GMail", levels=(0.6, 0.2), share=0.3)) == (0.3, 1, 2)
+
+
+def test_only_questions_without_answers_are_asked(tmp_path):
+    asked = []
+
+    def ask(wanted):
+        asked.append({pair: [*rows] for pair, rows in wanted.items()})
+        found = {pair: unanswered(4) for pair in wanted}
+        for pair, rows in wanted.items():
+            found[pair].choice[[*rows]], found[pair].nats[[*rows]] = 1, len(asked)
+        return found
+
+    kept = Kept(tmp_path)
+    kept.scores("a", 4, {(0, 0): {0, 2}}, ask)
+    found = Kept(tmp_path).scores("a", 4, {(0, 0): {2, 3}, (1, 0): {1}}, ask)
+    assert kept.scores("a", 4, {(0, 0): {0, 2, 3}}, ask)[0, 0].nats[3] == 2
+    assert asked == [{(0, 0): [0, 2]}, {(0, 0): [3], (1, 0): [1]}]
+    assert found[0, 0].choice.tolist() == [1, -1, 1, 1]
+    assert found[0, 0].nats[[0, 2, 3]].tolist() == [1, 1, 2]
 
 
 def quality(by, alpha, agrees, system=None):
@@ -313,6 +360,23 @@ def test_quality_is_paired_and_mixes_are_pooled():
     assert [line[10] for line in ours] == ["", "", ""]
 
 
+def test_all_others_are_compared_with_shorter_prompts_if_these_were_measured():
+    rows = [*ROWS, quality("ours-shorter", 0.0, [1, 1, 1, 0])]
+    table = report.TABLES["deadlines-quality"]([{"rows": rows}])
+    assert table.columns[10] == "ours, shorter prompts − it: agrees"
+    gains = {(line[1], line[3]): line[10].split(" ")[0] for line in table.rows}
+    assert gains["ours", "0.00"] == "−25.0"
+    assert gains["LE, FIFO at one level", "0.00"] == "+50.0"
+    assert gains["ours, shorter prompts", "0.00"] == gains["ours", "0.25"] == ""
+
+
+def test_shares_of_shortened_prompts_are_shown():
+    found = probe("ours-shorter")
+    found.served[0] = served(0, APP_NAMES[0], share=0.5)
+    (line,) = report.TABLES["deadlines-shortened"]([{"rows": [*ROWS, study.summary(found)]}]).rows
+    assert line[4:] == ["50 %, 75 % read"] + ["0 %, 100 % read"] * 5
+
+
 def test_the_report_says_that_times_and_quality_are_of_different_models():
     half = {"row": "half", "kind": "warm", "alpha": 0.0, "rate": 1.0}
     said = report.report({"rows": [*ROWS, half]})
@@ -323,7 +387,10 @@ def test_the_report_says_that_times_and_quality_are_of_different_models():
     assert "(PFS)" not in alone
     assert "the questions are packaged text" in alone
     assert "quality and times come from different models" in said
-    assert all(f"{name}:" in said for name in report.TABLES)
+    assert all(f"{name}:" in said for name in report.TABLES if name != "deadlines-shortened")
+    assert "LG2+CS (LLMLingua-2 + contextual sparsity) is left out" in said
+    rows = [*ROWS, quality(COMPRESSED, 0.0, [1, 0, 0, 0], "fifo-one-level")]
+    assert "with our compressor" in report.report({"rows": rows})
 
 
 def test_pictures_are_drawn(tmp_path):

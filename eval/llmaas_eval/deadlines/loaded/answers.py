@@ -7,22 +7,21 @@ of it that was tuned to three tasks, on which it is far from chance.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from llama_cpp import Llama
 
 from llmaas_eval.deadlines.loaded.questions import AppQuestions
-from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores, scores
-from llmaas_eval.elastic.engine import Variant
+from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores, Wanted, unanswered
 from llmaas_eval.tasks.questions import Task, asked
 
 __all__ = ["Kept", "app_items", "task_items", "tokenizer"]
 
 
 class Kept:
-    """Scores of models on questions, in a folder. Scores that are there are not measured again."""
+    """Scores of models on questions, in a folder. A question that was asked is not asked again."""
 
     def __init__(self, folder: Path) -> None:
         """Keep scores in ``folder``."""
@@ -30,26 +29,40 @@ class Kept:
         self._folder = folder
 
     def scores(
-        self, name: str, variant: Variant, items: Sequence[Item], pairs: Collection[Pair]
+        self, name: str, n: int, wanted: Wanted, ask: Callable[[Wanted], Mapping[Pair, Scores]]
     ) -> dict[Pair, Scores]:
-        """Return the scores of a variant by pair of levels; see ``scoring.scores``."""
-        paths = {pair: self._folder / f"{name}-{pair[0]}-{pair[1]}.npz" for pair in pairs}
-        missing = [pair for pair, path in paths.items() if _read(path, len(items)) is None]
-        if missing:
-            for pair, found in scores(variant, items, missing, name).items():
-                partial = paths[pair].with_suffix(".partial.npz")
-                np.savez_compressed(partial, **found._asdict())
-                partial.replace(paths[pair])
-        return {pair: kept for pair in pairs if (kept := _read(paths[pair], len(items)))}
+        """Return scores by pair of levels; all questions that are wanted have some.
+
+        Args:
+            name: Name of the model and of its questions.
+            n: Number of questions.
+            wanted: Questions that must have scores.
+            ask: Function that scores the questions that have none.
+        """
+        paths = {pair: self._folder / f"{name}-{pair[0]}-{pair[1]}.npz" for pair in wanted}
+        found = {pair: _read(path, n) for pair, path in paths.items()}
+        missing = {
+            pair: rows
+            for pair, some in wanted.items()
+            if (rows := [i for i in sorted({*some}) if found[pair].choice[i] < 0])
+        }
+        for pair, more in (ask(missing) if missing else {}).items():
+            is_new = more.choice >= 0
+            for old, new in zip(found[pair], more, strict=True):
+                old[is_new] = new[is_new]
+            partial = paths[pair].with_suffix(".partial.npz")
+            np.savez_compressed(partial, **found[pair]._asdict())
+            partial.replace(paths[pair])
+        return found
 
 
-def _read(path: Path, n: int) -> Scores | None:
-    """Return kept scores of ``n`` questions; None if there are none."""
+def _read(path: Path, n: int) -> Scores:
+    """Return the kept scores of ``n`` questions."""
     if not path.exists():
-        return None
+        return unanswered(n)
     with np.load(path, allow_pickle=False) as file:
         found = Scores(file["choice"], file["nats"])
-    return found if len(found.choice) == n else None
+    return found if len(found.choice) == n else unanswered(n)
 
 
 @contextlib.contextmanager

@@ -211,6 +211,8 @@ def _warm_up(
     for app in APP_NAMES:
         prompt = _prompt(apps[app], 0, kind, "warm-up")
         _asked(service, app, prompt, word, limits, names_promise=names_promise)
+        if system.shortens:  # so that the scorer's time is known
+            _asked(service, app, prompt, word, limits, names_promise=names_promise, share=0.5)
     if not names_promise:
         return
     for i in range(_N_WARM_UPS):  # plans begin once the model's file was identified
@@ -230,8 +232,9 @@ def _asked(  # noqa: PLR0913  one parameter for each part of a call
     limits: Limits = _NO_LIMITS,
     *,
     names_promise: bool = False,
+    share: float | None = None,
 ) -> Answer:
-    call = Call(0, app, prompt, _N_IDLE_ANSWER, word, limits, names_promise, None)
+    call = Call(0, app, prompt, _N_IDLE_ANSWER, word, limits, names_promise, None, share=share)
     answer = ask(service, call)
     if answer.error is not None:
         raise RuntimeError(f"`llmaas serve` fails to answer: {answer.error}")

@@ -7,6 +7,7 @@ model keeps 100 % there, and all systems are judged by the same milliseconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -147,12 +148,13 @@ def constant_levels(  # noqa: PLR0913  parts of a choice
     return _widest(levels, first), _widest(levels, further)
 
 
-def possible_share(
+def possible_share(  # noqa: PLR0913, PLR0917  parts of a trace
     times: Times,
     promises: Mapping[str, Shares],
     levels: Mapping[str, tuple[float, float]],
     sizes: Sequence[tuple[str, Size]],
     kind: str,
+    read: float = 1.0,
 ) -> float:
     """Return the share of requests that keep both limits on an idle machine.
 
@@ -162,11 +164,13 @@ def possible_share(
         levels: Levels of prompt and answer of each app.
         sizes: App and size of each request.
         kind: Kind of prompts.
+        read: Share of a cold prompt that is read. Choosing it takes no time here.
     """
     kept = 0
     for app, size in sizes:
         limits, (prefill, decode) = times.limits(promises[app], size), levels[app]
-        first_ms, further_ms = times.ttft_ms(prefill, size, kind), times.tpot_ms(decode, size)
+        shorter = size._replace(n_cold=math.ceil(read * size.n_cold))
+        first_ms, further_ms = times.ttft_ms(prefill, shorter, kind), times.tpot_ms(decode, size)
         kept += _fits(first_ms, limits.ttft_ms) and _fits(further_ms, limits.tpot_ms)
     return kept / len(sizes)
 

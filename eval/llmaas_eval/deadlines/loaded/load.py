@@ -46,6 +46,7 @@ class Call(NamedTuple):
         names_promise: Whether the request names its limits.
         levels: Levels of prompt and answer that the request asks for; None for none.
         at_s: Time of arrival in seconds.
+        share: Share of the prompt that the request asks to read; None for none.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Call(NamedTuple):
     names_promise: bool
     levels: tuple[float, float] | None
     at_s: float = 0.0
+    share: float | None = None
 
 
 class Answer(NamedTuple):
@@ -246,4 +248,6 @@ def _body(call: Call) -> bytes:
     }
     if call.levels is not None:
         body["level"] = dict(zip(("prefill", "decode"), call.levels, strict=True))
+    if call.share is not None:
+        body["prompt_share"] = call.share
     return json.dumps(body).encode()

@@ -16,7 +16,7 @@ from llmaas_eval.deadlines.loaded.limits import constant_levels, possible_share
 from llmaas_eval.deadlines.loaded.load import Answer, Call, send
 from llmaas_eval.deadlines.loaded.recorder import Record, key_of
 from llmaas_eval.deadlines.loaded.service import serving
-from llmaas_eval.deadlines.loaded.systems import SYSTEMS, Kind
+from llmaas_eval.deadlines.loaded.systems import LEAST_SHARE, SYSTEMS, Kind
 from llmaas_eval.deadlines.loaded.traces import SHARES, Arrival, trace
 
 __all__ = ["Case", "Probe", "Probes", "Served"]
@@ -47,6 +47,7 @@ class Served(NamedTuple):
         infeasible: Phases of which the service said that they may take longer than promised.
         n_reused: Prompt tokens that were not evaluated.
         error: Reason why the answer is incomplete; None if it is complete.
+        share: Share of the prompt that the service was told to read.
     """
 
     number: int
@@ -60,6 +61,7 @@ class Served(NamedTuple):
     infeasible: Sequence[str]
     n_reused: int
     error: str | None
+    share: float = 1.0
 
     @property
     def is_met(self) -> bool:
@@ -139,7 +141,8 @@ class Probes:
         sizes = [(one.app, self._bench.size(one.app, one.question)) for one in arrivals]
         narrowest = self._bench.times.latency.levels[-1]
         levels = {app: self.levels(case, app, arrivals) or (narrowest, narrowest) for app in SHARES}
-        return possible_share(self._bench.times, SHARES, levels, sizes, case.kind)
+        read = LEAST_SHARE if SYSTEMS[case.system].shortens else 1.0
+        return possible_share(self._bench.times, SHARES, levels, sizes, case.kind, read)
 
     def arrivals(self, alpha: float) -> list[Arrival]:
         """Return the trace of a mix of apps."""
@@ -223,6 +226,7 @@ def _served(call: Call, arrival: Arrival, answer: Answer, records: Mapping[str, 
         infeasible=() if record is None else record.infeasible,
         n_reused=0 if record is None else record.n_reused,
         error=answer.error,
+        share=1.0 if record is None else record.share,
     )
 
 

@@ -12,25 +12,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmaas_eval.deadlines.loaded.probes import Probe, Served
-from llmaas_eval.deadlines.loaded.scoring import Pair, Scores
+from llmaas_eval.deadlines.loaded.scoring import Scores
 
-__all__ = ["AppScores", "outcomes", "pair_of"]
+__all__ = ["WHOLE", "AppScores", "Setting", "outcomes", "setting_of"]
 
 _ROUNDING = 1e-9
+
+
+class Setting(NamedTuple):
+    """Share of the prompt that is read, and indices of the levels of prompt and answer."""
+
+    share: float
+    prefill: int
+    decode: int
+
+
+WHOLE = Setting(1.0, 0, 0)
+"""The whole prompt, and the whole model."""
 
 
 class AppScores(NamedTuple):
     """Answers of a model to an app's questions.
 
     Attributes:
-        by_pair: Answers by the levels of prompt and answer.
+        by_setting: Answers by setting.
         levels: Levels, widest first.
         row_of: Row of each of the app's questions.
         whole: Answers of the whole model.
         right: Right choices.
     """
 
-    by_pair: Mapping[Pair, Scores]
+    by_setting: Mapping[Setting, Scores]
     levels: Sequence[float]
     row_of: Mapping[int, int]
     whole: Scores
@@ -46,14 +58,14 @@ def outcomes(probe: Probe, apps: Mapping[str, AppScores]) -> list[dict[str, Any]
     return [_outcome(one, apps[one.app]) for one in probe.served]
 
 
-def pair_of(levels: Sequence[float], used: Sequence[float]) -> Pair:
-    """Return the indices of the widest levels that are not wider than those of a request."""
-    prefill, decode = (int(np.argmax(np.asarray(levels) <= one + _ROUNDING)) for one in used)
-    return prefill, decode
+def setting_of(levels: Sequence[float], one: Served) -> Setting:
+    """Return a request's setting, with the widest levels that are not wider than its own."""
+    prefill, decode = (int(np.argmax(np.asarray(levels) <= own + _ROUNDING)) for own in one.levels)
+    return Setting(one.share, prefill, decode)
 
 
 def _outcome(one: Served, app: AppScores) -> dict[str, Any]:
-    found, row = app.by_pair[pair_of(app.levels, one.levels)], app.row_of[one.question]
+    found, row = app.by_setting[setting_of(app.levels, one)], app.row_of[one.question]
     choice = int(found.choice[row])
     return {
         "is_met": int(one.is_met),

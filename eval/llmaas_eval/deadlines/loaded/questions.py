@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeVar
 from llmaas_eval.data import packaged_lines
 
 __all__ = [
-    "LEFT_OUT",
     "SETS",
     "TASK_OF",
     "AppQuestions",
@@ -43,10 +42,6 @@ TASK_OF: Mapping[str, str] = {
     "XiaoAi": "news",
 }
 """Task of the tuned model whose questions stand for an app's."""
-LEFT_OUT: Mapping[str, str] = {
-    "LLMLingua-2 + contextual sparsity": "it needs a compressor of prompts, which is not built",
-}
-"""Baselines of the paper that are not measured, and why."""
 _LONGEST_QUESTION, _LONGEST_CHOICE = 160, 120
 _LONGEST_SHOT = 90
 """Most characters of a question, of a choice, and of a question of a solved example."""

@@ -1,4 +1,4 @@
-"""Plugin that records each request of a service: its levels, and whether its promise was flagged.
+"""Plugin that records each request of a service: what it read, its levels, and flagged promises.
 
 It runs inside the server that the study starts. A streamed answer does not carry these.
 """
@@ -41,6 +41,7 @@ class Record(NamedTuple):
         is_planned: Whether ``deadlines`` planned the request.
         infeasible: Phases that were flagged.
         server_ms: Time to the first token that ``deadlines`` measured; None without a promise.
+        share: Share of the prompt's tokens that ``short_prompts`` was told to read; 1 if none.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Record(NamedTuple):
     is_planned: bool
     infeasible: list[str]
     server_ms: float | None
+    share: float = 1.0
 
 
 class Recorder:
@@ -72,9 +74,11 @@ class Recorder:
     def llmaas_request_end(self, request: Request, stats: RequestStats) -> None:
         """Append the request."""
         levels = self._levels.pop(id(request), Levels())
-        notes = (request.notes or {}).get("deadlines", {})
+        noted = request.notes or {}
+        notes = noted.get("deadlines", {})
         phases = [notes[name] for name in _PHASES if notes.get(name)]
-        text = request.engine.llama.detokenize(request.tokens.tolist())
+        whole = request.whole or request
+        text = request.engine.llama.detokenize(whole.tokens.tolist())
         record = Record(
             key_of(text.decode("utf-8", "ignore")),
             1.0 if levels.prefill is None else levels.prefill,
@@ -84,6 +88,7 @@ class Recorder:
             any(phase["expected_ms"] is not None for phase in phases),
             [*notes.get("infeasible", ())],
             (notes.get("ttft") or {}).get("measured_ms"),
+            noted.get("short_prompts", {}).get("share", 1.0),
         )
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(record._asdict())}\n")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from llmaas_eval.deadlines.loaded.questions import LEFT_OUT, SETS, TASK_OF
-from llmaas_eval.deadlines.loaded.systems import HALF_OF, SYSTEMS
+from llmaas_eval.deadlines.loaded.questions import SETS, TASK_OF
+from llmaas_eval.deadlines.loaded.systems import COMPRESSED, HALF_OF, SYSTEMS
 from llmaas_eval.deadlines.loaded.traces import APP_NAMES
 from llmaas_eval.stats import mean_interval
 from llmaas_eval.tables import (
@@ -30,7 +30,19 @@ NOTE = (
     "narrows the model as other papers do takes the time of our level of the same share."
 )
 NO_SCRATCH = "Models trained from scratch (PFS) are left out; `--scratch` adds them."
-_OURS = "ours"
+SPARSE = (
+    f"{COMPRESSED} is LLMLingua-2 + contextual sparsity with our compressor, which keeps the "
+    "promised share of the prompt, and with an oracle's choice of the promised share of neurons "
+    "for each token of the answer. It is in time where our levels, one constant level per "
+    "promise, are. That is in its favor: the compressor takes no time, shortened prompts that are "
+    "warm have a stored prefix, and attention, which it never narrows, takes a level's time."
+)
+NO_SPARSE = (
+    f"{COMPRESSED} (LLMLingua-2 + contextual sparsity) is left out, as no encoder of prompts was "
+    "trained; `llmaas prompts learn` trains one."
+)
+_OURS, _SHORTER = "ours", "ours-shorter"
+"""Systems that others are compared with: the second one if it was measured."""
 _RIVALS = ("fifo-constant", "edf-constant")
 
 _Row = Mapping[str, Any]
@@ -50,7 +62,7 @@ def report(document: Output) -> str:
         sets = "none; the questions are packaged text, whose values do not affect times"
     parts = [as_markdown(TABLES, [document]), *halves, NOTE]
     if any(row["row"] == "quality" for row in rows):
-        parts += [f"{name} is left out: {why}." for name, why in LEFT_OUT.items()]
+        parts.append(SPARSE if any(row.get("by") == COMPRESSED for row in rows) else NO_SPARSE)
         parts += [] if settings.get("scratch") else [NO_SCRATCH]
     if any(row.get("model") == "tuned" for row in rows):
         parts.append(f"The tuned model answers {', '.join(sorted({*TASK_OF.values()}))} questions.")
@@ -123,12 +135,30 @@ def _rates(outputs: Sequence[Output]) -> Table:
 def _quality(outputs: Sequence[Output]) -> Table:
     """Show how good the answers are at the rates of several systems; late ones count as wrong."""
     rows = _shared(_rows(outputs, "quality"))
-    lines = [_quality_line(row, rows) for row in rows]
-    pooled = _pooled(rows)
-    lines += [_quality_line(row, pooled) for row in pooled]
+    ours = _SHORTER if any(row["by"] == _SHORTER for row in rows) else _OURS
+    pooled = _pooled(rows, ours)
+    lines = [_quality_line(row, some, ours) for some in (rows, pooled) for row in some]
     heads = ["model", "system", "prompts", "alpha", "requests/s", "requests", "in time"]
-    heads += ["agrees", "right", "nats over whole", "ours − it: agrees", "ours − it: right"]
+    heads += ["agrees", "right", "nats over whole"]
+    heads += [f"{SYSTEMS[ours].label} − it: {name}" for name in ("agrees", "right")]
     return Table(heads, lines, "lll".ljust(len(heads), "r"))
+
+
+def _shortened(outputs: Sequence[Output]) -> Table:
+    """Show how many prompts were shortened, and the mean share that was read, by app."""
+    rows = [row for row in _rows(outputs, "probe") if SYSTEMS[row["system"]].shortens]
+    if not rows:
+        raise NoRowsError("no system shortens prompts")
+    lines = []
+    for row in sorted(rows, key=_order):
+        cells = [_label(row), row["kind"], _alpha(row), number(row["rate"])]
+        for app in APP_NAMES:
+            one = row["apps"][app]
+            read = "" if one["read"] is None else f", {percent(one['read'])} read"
+            cells.append(f"{_share(one, 'shortened')}{read}")
+        lines.append(cells)
+    heads = ["system", "prompts", "alpha", "requests/s", *APP_NAMES]
+    return Table(heads, lines, "ll".ljust(len(heads), "r"))
 
 
 TABLES: Mapping[str, Maker] = {
@@ -136,6 +166,7 @@ TABLES: Mapping[str, Maker] = {
     "deadlines-loaded": _loaded,
     "deadlines-rates": _rates,
     "deadlines-quality": _quality,
+    "deadlines-shortened": _shortened,
 }
 
 
@@ -171,7 +202,9 @@ def _order(row: _Row) -> tuple[Any, ...]:
 
 def _label(row: _Row) -> str:
     by = row.get("by", row["system"])
-    return SYSTEMS[by].label if by in SYSTEMS else f"{by}, FIFO at one level"
+    if by in SYSTEMS:
+        return SYSTEMS[by].label
+    return f"{by}, FIFO" if by == COMPRESSED else f"{by}, FIFO at one level"
 
 
 def _alpha(row: _Row) -> str:
@@ -198,8 +231,8 @@ def _share(counts: Mapping[str, int], name: str) -> str:
     return percent(counts[name] / counts["n"]) if counts["n"] else ""
 
 
-def _quality_line(row: _Row, rows: Sequence[_Row]) -> list[str]:
-    ours = next((other for other in rows if other["by"] == _OURS and _is_same(other, row)), None)
+def _quality_line(row: _Row, rows: Sequence[_Row], by: str) -> list[str]:
+    ours = next((other for other in rows if other["by"] == by and _is_same(other, row)), None)
     met, agrees, right, nats = (
         np.array(row[name], float) for name in ("is_met", "agrees", "right", "nats")
     )
@@ -208,7 +241,7 @@ def _quality_line(row: _Row, rows: Sequence[_Row]) -> list[str]:
     cells += [percent(float(each.mean()), 1) for each in (met, agrees, right)]
     cells.append(number(float(nats.mean()), 3))
     for name, own in (("agrees", agrees), ("right", right)):
-        is_compared = ours is not None and row["by"] != _OURS
+        is_compared = ours is not None and row["by"] != by
         gain = 100 * (np.array(ours[name], float) - own) if ours and is_compared else None
         cells.append("" if gain is None else spread(mean_interval(gain), 1))
     return cells
@@ -219,18 +252,18 @@ def _is_same(one: _Row, other: _Row) -> bool:
     return all(one[key] == other[key] for key in keys)
 
 
-def _pooled(rows: Sequence[_Row]) -> list[_Row]:
+def _pooled(rows: Sequence[_Row], by: str) -> list[_Row]:
     """Return rows that join the mixes of apps, at the rates at which ours was measured, too."""
     groups: dict[tuple[str, ...], list[_Row]] = {}
     for row in rows:
-        if any(other["by"] == _OURS and _is_same(other, row) for other in rows):
+        if any(other["by"] == by and _is_same(other, row) for other in rows):
             groups.setdefault((row["model"], row["by"], row["system"], row["kind"]), []).append(row)
     mixes = {key: [(row["alpha"], row["rate"]) for row in some] for key, some in groups.items()}
     return [
         {**some[0], "alpha": None, "rate": None} | dict(_joined(some))
         for key, some in groups.items()
         if len({alpha for alpha, _ in mixes[key]}) > 1
-        and mixes[key] == mixes.get((key[0], _OURS, _OURS, key[3]))
+        and mixes[key] == mixes.get((key[0], by, by, key[3]))
     ]
 
 

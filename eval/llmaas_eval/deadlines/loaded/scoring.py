@@ -7,7 +7,7 @@ token is predicted by the prompt, at its level; all others at the answer's level
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from llmaas_eval.evaluated import Part, log_probabilities
 from llmaas_hooks.native import NativeContext
 from llmaas_plugins import activate
 
-__all__ = ["Item", "Pair", "Scores", "scores"]
+__all__ = ["Item", "Pair", "Scores", "Wanted", "scores", "unanswered"]
 
 _N_CTX = 8192
 _PROMPT, _FIRST_CHOICE = 0, 1
@@ -31,6 +31,8 @@ _PROMPT, _FIRST_CHOICE = 0, 1
 
 Pair = tuple[int, int]
 """Indices of the levels of prompt and answer."""
+Wanted = Mapping[Pair, Collection[int]]
+"""Indices of the questions to answer, by pair of levels."""
 
 
 class Item(NamedTuple):
@@ -53,7 +55,7 @@ class Scores(NamedTuple):
     """Answers to questions at one pair of levels; shape ``(n_questions,)`` each.
 
     Attributes:
-        choice: Index of the likeliest choice.
+        choice: Index of the likeliest choice; -1 for a question that was not asked.
         nats: Mean -log p of the right choice's tokens.
     """
 
@@ -61,29 +63,36 @@ class Scores(NamedTuple):
     nats: NDArray[np.float32]
 
 
+def unanswered(n: int) -> Scores:
+    """Return the scores of ``n`` questions that were not asked."""
+    return Scores(np.full(n, -1, np.int32), np.full(n, np.nan, np.float32))
+
+
 def scores(
-    variant: Variant, items: Sequence[Item], pairs: Collection[Pair], name: str = ""
+    variant: Variant, items: Sequence[Item], wanted: Wanted, name: str = ""
 ) -> dict[Pair, Scores]:
     """Answer questions with pairs of levels.
 
     Args:
         variant: Model and widths by level; without widths, the whole model is the only level.
         items: Questions.
-        pairs: Indices of the levels of prompt and answer.
+        wanted: Questions to answer with each pair.
         name: Label of the progress bar.
     """
-    found = {
-        pair: Scores(np.empty(len(items), np.int32), np.empty(len(items), np.float32))
-        for pair in pairs
-    }
+    found = {pair: unanswered(len(items)) for pair in wanted}
     by_prompt = {prefill: [d for p, d in found if p == prefill] for prefill, _ in found}
-    n_choices = max(len(item.choices) for item in items)
-    begin, first = _common([item.prompt for item in items]), _FIRST_CHOICE + n_choices
+    asked = sorted({i for rows in wanted.values() for i in rows})
+    n_choices = max(len(items[i].choices) for i in asked)
+    begin, first = _common([items[i].prompt for i in asked]), _FIRST_CHOICE + n_choices
     with _opened(variant, first + 1 + max(by_prompt)) as engine:
         for prefill in by_prompt:
             engine.decode([(begin, 0, first + prefill)], prefill)
-        for i, item in enumerate(tqdm(items, desc=name, unit="question", disable=None)):
-            for prefill, levels in by_prompt.items():
+        for i in tqdm(asked, desc=name, unit="question", disable=None):
+            item = items[i]
+            for prefill, every in by_prompt.items():
+                levels = [decode for decode in every if i in wanted[prefill, decode]]
+                if not levels:
+                    continue
                 engine.begin(first + prefill, len(begin))
                 rest = [*item.prompt[len(begin) :]]
                 (after,) = engine.decode([(rest, len(begin), _PROMPT)], prefill)

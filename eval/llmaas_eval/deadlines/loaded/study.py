@@ -13,7 +13,8 @@ from llmaas_eval.deadlines.loaded.bench import Bench, opened, replace_json
 from llmaas_eval.deadlines.loaded.goodput import highest, rate_of, step_of
 from llmaas_eval.deadlines.loaded.probes import Case, Probe, Probes
 from llmaas_eval.deadlines.loaded.questions import AppQuestions
-from llmaas_eval.deadlines.loaded.systems import HALF_OF, Kind
+from llmaas_eval.deadlines.loaded.shorter import UNTRAINED, trained_encoder
+from llmaas_eval.deadlines.loaded.systems import HALF_OF, SYSTEMS, Kind
 from llmaas_eval.deadlines.loaded.traces import APP_NAMES
 
 __all__ = ["ENOUGH", "PARTS", "Plan", "Row", "check_folder", "run", "summary"]
@@ -95,6 +96,9 @@ def run(plan: Plan, apps: Mapping[str, AppQuestions], folder: Path) -> list[Row]
         RuntimeError: A service does not start, or fails to answer.
         ValueError: A system cannot be measured.
     """
+    for name in plan.systems:
+        if SYSTEMS[name].shortens and trained_encoder() is None:
+            raise ValueError(f"{name} cannot be measured: {UNTRAINED}")
     bench = opened(folder, apps, plan.n_idle, plan.shape)
     probes = Probes(bench, folder / "probes", plan.n_requests, plan.seed)
     rows: list[Row] = []
@@ -132,6 +136,8 @@ def summary(probe: Probe) -> Row:
             "silent": sum(one.has_silent_miss for one in some),
             "failed": sum(one.error is not None for one in some),
             "levels": levels,
+            "shortened": sum(one.share < 1 for one in some),
+            "read": statistics.mean(one.share for one in some) if some else None,
         }
     return {"row": "probe", **probe.case._asdict(), "rate": probe.rate, "apps": apps}
 

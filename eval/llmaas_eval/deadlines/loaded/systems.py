@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["HALF_OF", "KINDS", "SYSTEMS", "Kind", "System", "config_text"]
+__all__ = [
+    "COMPRESSED",
+    "HALF_OF",
+    "KINDS",
+    "LEAST_SHARE",
+    "SYSTEMS",
+    "Kind",
+    "System",
+    "config_text",
+]
 
 Kind = Literal["warm", "cold"]
 KINDS: tuple[Kind, ...] = ("warm", "cold")
@@ -32,6 +41,7 @@ class System:
         preempts: Whether a tighter request may interrupt another one.
         headroom: Share of the promise that constant levels take on an idle machine. The rest is
             left for waiting.
+        shortens: Whether ``short_prompts`` may leave out words, which a trained encoder judges.
     """
 
     label: str
@@ -39,6 +49,7 @@ class System:
     is_scheduled: bool = False
     preempts: bool = False
     headroom: float = 1.0
+    shortens: bool = False
 
 
 _HEADROOMS = (0.85, 0.7, 0.5)
@@ -53,6 +64,9 @@ _BASE = {
     "edf-narrowest": System("EDF, narrowest level", "narrowest", is_scheduled=True),
     "edf-planned": System("EDF, planned levels", "planned", is_scheduled=True),
     "ours": System("ours", "planned", is_scheduled=True, preempts=True),
+    "ours-shorter": System(
+        "ours, shorter prompts", "planned", is_scheduled=True, preempts=True, shortens=True
+    ),
 }
 SYSTEMS: Mapping[str, System] = _BASE | {
     f"{name}-{share:g}": replace(
@@ -62,6 +76,11 @@ SYSTEMS: Mapping[str, System] = _BASE | {
     for share in _HEADROOMS
 }
 """All systems by name."""
+_OFFERED = (0.7, 0.5, 0.3, 0.2)
+LEAST_SHARE = _OFFERED[-1]
+"""Smallest share of a prompt that a system with shorter prompts may choose."""
+COMPRESSED = "LG2+CS"
+"""Baseline that is not served: LLMLingua-2 + contextual sparsity (see ``contextual``)."""
 HALF_OF = "fifo-constant"
 """System that meets half of the requests at the rate of the study's part ``half``."""
 
@@ -96,6 +115,8 @@ def config_text(system: System, kind: Kind, apps: Mapping[str, str], folder: Pat
         plugins["deadlines"] = {}
         service["schedule"] = "deadline" if system.is_scheduled else "fifo"
         service["preempt"] = system.preempts
+    if system.shortens:
+        plugins["short_prompts"] = {"scorer": "encoder", "shares": _OFFERED}
     if kind == "warm" or system.preempts:
         plugins["kv_chunks"] = {
             "codec": "lossless",

@@ -1,0 +1,49 @@
+"""Contextual sparsity with an oracle's neurons: the whole model in torch, in part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from llmaas_eval.deadlines.loaded import scoring
+from llmaas_eval.deadlines.loaded.contextual import SparseNeurons, sparse_scores
+from llmaas_eval.elastic.engine import Variant
+
+ITEMS = [
+    scoring.Item([1, *range(40, 60)], [], [[70, 71, 72], [80], [90, 91]], 0),
+    scoring.Item([1, *range(60, 70)], [30, 31], [[90], [91]], 1),  # with words before the choice
+]
+
+
+def test_an_oracle_with_all_neurons_is_the_whole_model(reference_model):
+    whole = scoring.scores(Variant(reference_model), ITEMS, {(0, 0): [0, 1]})[0, 0]
+    found = sparse_scores(SparseNeurons(reference_model, 1.0), ITEMS, [0, 1], "")
+    assert found.choice.tolist() == whole.choice.tolist()
+    assert found.nats == pytest.approx(whole.nats, rel=0.02)
+    only = sparse_scores(SparseNeurons(reference_model, 1.0), ITEMS, [1], "")
+    assert (only.choice[0], only.nats[1]) == (-1, pytest.approx(found.nats[1], rel=1e-4))
+
+
+def test_only_the_tokens_of_an_answer_are_sparse_and_the_largest_neurons_stay(reference_model):
+    prompt, head = [1, *range(40, 60)], [70, 71]
+    whole, half, tenth = (
+        SparseNeurons(reference_model, share).log_probabilities(prompt, [head])[0]
+        for share in (1.0, 0.5, 0.1)
+    )
+    assert torch.allclose(whole[0], tenth[0], atol=1e-4)  # after the prompt
+    near, far = ((whole - one)[1:].abs().mean() for one in (half, tenth))
+    assert 0 < near < far / 2
+
+
+def test_a_token_keeps_its_share_of_the_neurons(reference_model):
+    model = SparseNeurons(reference_model, 0.25)
+    model.n_prompt, n_ff = 1, model.blocks.n_ff
+    weights = model.weights(0)
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((3, n_ff)).astype(np.float32))
+    found = model.product(0, weights, "ffn_down", x)
+    effects = x.abs() * weights["ffn_down.weight"].norm(dim=0)
+    least = effects.sort(dim=-1, descending=True).values[:, n_ff // 4 - 1, None]
+    expected = torch.where(effects >= least, x, 0)
+    expected[0] = x[0]
+    assert torch.allclose(found, expected @ weights["ffn_down.weight"].T, atol=1e-4)
