@@ -66,6 +66,24 @@ def write_package(folder, seed=0, vocabulary=VOCABULARY):
     return model
 
 
+def write_general(folder):
+    """Write a trained encoder to where one that serves all models is found; return its path."""
+    from llmaas_plugins.short_prompts.encoder.body import read_body
+    from llmaas_plugins.short_prompts.encoder.model_file import (
+        GENERAL,
+        EncoderFile,
+        Head,
+        encoder_path,
+    )
+
+    weights = np.random.default_rng(7).standard_normal((2, N_EMBD)).astype(np.float32)
+    path = encoder_path(GENERAL)
+    path.parent.mkdir(parents=True)
+    head = Head(weights, np.zeros(2, np.float32))
+    EncoderFile.write(path, read_body(write_package(folder)), {}, head, "F32")
+    return path
+
+
 def forward(weights, ids, n_layers=N_LAYERS, width=32):
     """Return the outputs of a BERT in float64, computed by numpy."""
     w = {name: values.astype(np.float64) for name, values in weights.items()}

@@ -1,13 +1,20 @@
-"""Contextual sparsity with an oracle's neurons: the whole model in torch, in part."""
+"""Contextual sparsity with an oracle's neurons, and the baseline that also shortens prompts."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from preparing import prepare
+from tiny_encoders import write_general
 
-from llmaas_eval.deadlines.loaded import scoring
+from llmaas_eval.deadlines.loaded import answered, scoring
 from llmaas_eval.deadlines.loaded.contextual import SparseNeurons, sparse_scores
+from llmaas_eval.deadlines.loaded.probes import Case, Probe, Probes, Served
+from llmaas_eval.deadlines.loaded.questions import packaged_questions
+from llmaas_eval.deadlines.loaded.study import Plan
 from llmaas_eval.elastic.engine import Variant
 
 ITEMS = [
@@ -47,3 +54,38 @@ def test_a_token_keeps_its_share_of_the_neurons(reference_model):
     expected = torch.where(effects >= least, x, 0)
     expected[0] = x[0]
     assert torch.allclose(found, expected @ weights["ffn_down.weight"].T, atol=1e-4)
+
+
+def test_answers_are_those_after_the_words_that_were_read(reference_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write_general(tmp_path)
+    monkeypatch.setattr(answered, "BASELINES", {})
+    (tmp_path / "models").mkdir()
+    prepare(reference_model, tmp_path / "models" / f"{reference_model.stem}.elastic.gguf")
+    apps = packaged_questions()
+    probes = Probes(SimpleNamespace(apps=apps), tmp_path / "probes", 12, 0)
+
+    def probe(system, share):
+        served = [
+            Served(one.number, one.app, one.question, 1.0, 1.0, True, True, (1.0, 1.0), (), 0, None,
+                   share)
+            for one in probes.arrivals(0.0)
+        ]  # fmt: skip
+        return Probe(Case(system, "cold", 0.0), 1.0, served, None)
+
+    done = [probe("ours", 1.0), probe("ours-shorter", 0.5), probe("fifo-one-level", 1.0)]
+    plan = Plan(("answers",), (), (), (), (), 12, 0, 1, "tiny", 0, None, None)
+    rows = {row["by"]: row for row in answered.answered(plan, apps, probes, done, tmp_path)}
+    assert [*rows] == ["ours", "ours-shorter", "fifo-one-level", "LG2+CS"]
+    assert rows["ours"]["nats"] == rows["fifo-one-level"]["nats"] == [0.0] * 12
+    assert all(rows["ours-shorter"]["nats"])
+    is_whole = [one.app == "Rewind" for one in done[0].served]
+    assert [nats == 0 for nats in rows["LG2+CS"]["nats"]] == is_whole
+
+    monkeypatch.setattr(answered.Shorter, "items", None)  # nothing is asked again
+    again = {row["by"]: row for row in answered.answered(plan, apps, probes, done, tmp_path)}
+    assert again == rows
+    (tmp_path / "home" / ".cache" / "llmaas" / "prompts" / "general.gguf").unlink()
+    assert "LG2+CS" not in {
+        row["by"] for row in answered.answered(plan, apps, probes, done[2:], tmp_path)
+    }

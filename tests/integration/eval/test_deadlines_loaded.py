@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 from preparing import prepare
-from tiny_encoders import N_EMBD, write_package
+from tiny_encoders import write_general
 
 from llmaas_eval.deadlines.loaded import answers, scoring
 from llmaas_eval.deadlines.loaded.load import Call, Limits, ask, send
@@ -18,13 +18,6 @@ from llmaas_eval.deadlines.loaded.systems import SYSTEMS
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.prepared import variants
 from llmaas_plugins.short_prompts.config import ShortPromptsConfig
-from llmaas_plugins.short_prompts.encoder.body import read_body
-from llmaas_plugins.short_prompts.encoder.model_file import (
-    GENERAL,
-    EncoderFile,
-    Head,
-    encoder_path,
-)
 from llmaas_plugins.short_prompts.plugin import ShortPrompts
 
 pytest.importorskip("fastapi")
@@ -51,14 +44,9 @@ def service(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     """A tiny encoder in the place of the one that `llmaas prompts learn` trains."""
-    weights = np.random.default_rng(7).standard_normal((2, N_EMBD)).astype(np.float32)
-    body = read_body(write_package(tmp_path_factory.mktemp("package")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        path = encoder_path(GENERAL)
-        path.parent.mkdir(parents=True)
-        EncoderFile.write(path, body, {}, Head(weights, np.zeros(2, np.float32)), "F32")
-        yield path
+        yield write_general(tmp_path_factory.mktemp("package"))
 
 
 def call(number, app="Rewind", limits=ENOUGH, levels=None, at_s=0.0):

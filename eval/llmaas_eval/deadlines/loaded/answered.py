@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,13 @@ class _Answering:
         n = len(self.items[app])
         return {question: i % n for i, question in enumerate(self.asked[app])}
 
-    def scores(self, name: str, app: str, variant: Variant, wanted: Wanted) -> dict[Pair, Scores]:
+    def scores(
+        self, name: str, app: str, variant: Callable[[], Variant], wanted: Wanted
+    ) -> dict[Pair, Scores]:
         """Answer with a variant's levels, or read earlier answers."""
         items = self.items[app]
         return self.kept.scores(
-            name, len(items), wanted, lambda missing: scores(variant, items, missing, name)
+            name, len(items), wanted, lambda missing: scores(variant(), items, missing, name)
         )
 
     def shorter_scores(
@@ -201,7 +204,7 @@ def _ours(of: _Answering, settings: _Settings, *, is_quick: bool) -> dict[str, A
         for share in {setting.share for setting in used}:
             wanted = {setting[1:]: some for setting, some in used.items() if setting.share == share}
             by_pair = (
-                of.scores(of.set_of(app), app, variant, wanted)
+                of.scores(of.set_of(app), app, lambda: variant, wanted)
                 if share == 1
                 else of.shorter_scores(app, variant, share, wanted)
             )
@@ -224,14 +227,15 @@ def _theirs(
     used = {WHOLE.prefill} | {each.prefill for some in settings.values() for each in some}
     levels = [LEVELS[i] for i in sorted(used)]
     found: dict[str, dict[Setting, Scores]] = {app: {} for app in APP_NAMES}
-    for some, variant in BASELINES[method](Source(source, levels, windows, folder, of.scratch)):
-        places = {LEVELS.index(level): i if variant.levels else 0 for i, level in enumerate(some)}
+    for one in BASELINES[method](Source(source, levels, windows, folder, of.scratch)):
+        places = {LEVELS.index(share): i * one.has_levels for i, share in enumerate(one.shares)}
+        variant = functools.cache(one.make)
         for app in APP_NAMES:
             own = {each: places[each.prefill] for each in settings[app] if each.prefill in places}
             wanted = dict[Pair, set[int]]()
             for each, at in own.items():
                 wanted.setdefault((at, at), set()).update(settings[app][each])
-            name = f"{of.set_of(app)}-{method}-{'-'.join(f'{level:g}' for level in some)}"
+            name = f"{of.set_of(app)}-{method}-{'-'.join(f'{share:g}' for share in one.shares)}"
             by_pair = of.scores(name, app, variant, wanted)
             found[app] |= {each: by_pair[at, at] for each, at in own.items()}
     return {app: ours[app]._replace(by_setting=by) for app, by in found.items()}

@@ -6,6 +6,7 @@ whole model at 100 %. They are made for one model and calibrated on the same tex
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.uniform import step_of, uniform_widths
 from llmaas_plugins.elastic.units import Blocks, Widths, blocks_of, without_layers
 
-__all__ = ["BASELINES", "SCRATCH", "Source"]
+__all__ = ["BASELINES", "SCRATCH", "Narrowed", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,33 @@ class Source:
 SCRATCH = "PFS"
 """Baseline that needs models which were trained from scratch."""
 
-Variants = Iterator[tuple[Sequence[float], Variant]]
-"""Variants, each with the shares that its levels serve."""
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """A narrowed model, which is made when its answers are missing.
+
+    Attributes:
+        shares: Shares of the weights that it serves, widest first.
+        make: Function that returns its file and widths.
+        has_levels: Whether it has a level for each share, or is the same for all.
+    """
+
+    shares: Sequence[float]
+    make: Callable[[], Variant]
+    has_levels: bool = True
 
 
-def _llm_pruner(source: Source) -> Variants:
-    """Yield LLM-Pruner's order and grouping, in equal widths but for its first and last layer."""
+def _of_levels(make: Callable[[Source], Variant]) -> Callable[[Source], Iterator[Narrowed]]:
+    """Return a function that yields one model, whose levels serve all shares."""
+
+    def narrowed(source: Source) -> Iterator[Narrowed]:
+        yield Narrowed(source.levels, lambda: make(source))
+
+    return narrowed
+
+
+def _llm_pruner(source: Source) -> Variant:
+    """Return LLM-Pruner's order and grouping, in equal widths but for its first and last layer."""
     blocks, path = source.blocks, source.folder / "llm-pruner.gguf"
     scores = llm_pruner_scores(source.path, source.calibration)
     for _ in write_reordered(source.path, path, order_by(blocks, scores)):
@@ -65,26 +87,26 @@ def _llm_pruner(source: Source) -> Variants:
     ends = np.zeros(blocks.n_layers)
     ends[[0, -1]] = 1
     widths = uniform_widths(blocks, source.levels, ends, step_of(blocks))
-    yield source.levels, Variant(path, blocks, widths)
+    return Variant(path, blocks, widths)
 
 
-def _by_loss(source: Source) -> Variants:
-    """Yield the model without the layers whose absence raises the loss least (LE)."""
+def _by_loss(source: Source) -> Variant:
+    """Return the model without the layers whose absence raises the loss least (LE)."""
     blocks = source.blocks
     absent = [without_layers(blocks, [layer]) for layer in range(blocks.n_layers)]
     found = readings(source.path, Variant(source.path, blocks, absent), source.calibration, "LE")
     order = np.argsort([reading.nats.mean() for reading in found], kind="stable").tolist()
-    yield source.levels, Variant(source.path, blocks, _without(source, order))
+    return Variant(source.path, blocks, _without(source, order))
 
 
-def _shortgpt(source: Source) -> Variants:
-    """Yield the model without the layers that change their input least (ShortGPT)."""
+def _shortgpt(source: Source) -> Variant:
+    """Return the model without the layers that change their input least (ShortGPT)."""
     order = layers_to_drop(source.path, source.calibration)
-    yield source.levels, Variant(source.path, source.blocks, _without(source, order))
+    return Variant(source.path, source.blocks, _without(source, order))
 
 
-def _attention_drop(source: Source) -> Variants:
-    """Yield the model without attention first, then without MLPs, least influence first."""
+def _attention_drop(source: Source) -> Variant:
+    """Return the model without attention first, then without MLPs, least influence first."""
     blocks = source.blocks
     attention, mlp = _influences(source)
     order = [("groups", layer) for layer in np.argsort(attention, kind="stable").tolist()]
@@ -98,25 +120,19 @@ def _attention_drop(source: Source) -> Variants:
                 break  # the next larger share, in the method's favor
             kept, i = after, i + 1
         widths.append(kept)
-    yield source.levels, Variant(source.path, blocks, widths)
+    return Variant(source.path, blocks, widths)
 
 
-def _laco(source: Source) -> Variants:
+def _laco(source: Source) -> Iterator[Narrowed]:
     """Yield models whose layers were merged into the layer before them (LaCo)."""
-    from llmaas_eval.elastic.laco import write_merged
-
     blocks = source.blocks
     n_kept = {level: kept_layers(blocks, level).n for level in source.levels}
     for n in sorted({*n_kept.values()}, reverse=True):
-        path = source.path
-        if n < blocks.n_layers:
-            path = write_merged(
-                source.path, source.folder / f"laco-{n}.gguf", n, source.calibration
-            )
-        yield [level for level in source.levels if n_kept[level] == n], Variant(path)
+        levels = [level for level in source.levels if n_kept[level] == n]
+        yield Narrowed(levels, functools.partial(_merged, source, n), has_levels=False)
 
 
-def _from_scratch(source: Source) -> Variants:
+def _from_scratch(source: Source) -> Iterator[Narrowed]:
     """Yield small models that were trained from scratch (PFS): the largest one for each level."""
     served = dict[Path, list[float]]()
     for level in source.levels:
@@ -124,21 +140,32 @@ def _from_scratch(source: Source) -> Variants:
         path = source.path if level == 1.0 else source.scratch[max(fitting)]
         served.setdefault(path, []).append(level)
     for path, levels in served.items():
-        yield levels, Variant(path)
+        yield Narrowed(levels, functools.partial(Variant, path), has_levels=False)
 
 
-BASELINES: Mapping[str, Callable[[Source], Variants]] = {
-    "LLM-Pruner": _llm_pruner,
-    "LE": _by_loss,
+BASELINES: Mapping[str, Callable[[Source], Iterator[Narrowed]]] = {
+    "LLM-Pruner": _of_levels(_llm_pruner),
+    "LE": _of_levels(_by_loss),
     "LaCo": _laco,
-    "ShortGPT": _shortgpt,
-    "AttnDrop": _attention_drop,
+    "ShortGPT": _of_levels(_shortgpt),
+    "AttnDrop": _of_levels(_attention_drop),
     SCRATCH: _from_scratch,
 }
 """Function that makes each baseline's models."""
 
 
 # -- inside --------------------------------------------------------------------------------------
+
+
+def _merged(source: Source, n: int) -> Variant:
+    """Return the model with its layers merged into ``n``."""
+    from llmaas_eval.elastic.laco import write_merged
+
+    if n == source.blocks.n_layers:
+        return Variant(source.path)
+    return Variant(
+        write_merged(source.path, source.folder / f"laco-{n}.gguf", n, source.calibration)
+    )
 
 
 def _without(source: Source, order: Sequence[int]) -> list[Widths]:

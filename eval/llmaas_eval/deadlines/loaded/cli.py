@@ -11,6 +11,9 @@ answers is that of the packaged model, and of a copy of it that is tuned to task
     rates      all systems at the rates of --rates
     answers    answers at all pairs of levels, of the models and of other papers' narrowed ones
 
+System ``ours-shorter`` may shorten prompts, too. It and the baseline LLMLingua-2 + contextual
+sparsity need the general encoder of ``llmaas prompts learn``.
+
 Everything is kept in ``--out``: the same command goes on where it was stopped, and a further part
 adds to the tables. Only one run at a time may use the folder, and the machine should be idle.
 """
