@@ -63,7 +63,8 @@ class Decoder:
     """Model of one of the families that can be elastic.
 
     It is the one model in torch, for scores, for studies and for training. A subclass may replace
-    ``weights`` (to keep them, or to train them) and ``product`` (to watch or change operands).
+    ``weights`` (to keep them, or to train them), ``product`` (to watch or change operands), and
+    ``positions`` and ``visible`` (for several texts after one prompt).
 
     Attributes:
         architecture: The model's architecture.
@@ -163,7 +164,7 @@ class Decoder:
             k = self.norm(k, weights["attn_k_norm.weight"])
         n_tokens = x.shape[-2]
         turns = self._turns(layer, n_tokens)
-        mask = _visible(n_tokens, a.layers[layer].window, self.device)
+        mask = self.visible(layer, n_tokens)
         q, k = self._rotate(q, turns), self._rotate(k, turns)
         if a.score_cap:
             y = _capped_attention(q, k, v, mask, a.score_scale, a.score_cap)
@@ -175,6 +176,16 @@ class Decoder:
             )
             y = y[0] if is_single else y
         return y.transpose(-3, -2).flatten(-2)
+
+    def positions(self, n_tokens: int) -> Tensor:
+        """Return the position of each token of a window, shape ``(n_tokens,)``."""
+        return torch.arange(n_tokens, device=self.device)
+
+    def visible(self, layer: int, n_tokens: int) -> Tensor:
+        """Return whether a token (row) of a window attends to another (column)."""
+        mask = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=self.device).tril()
+        window = self.architecture.layers[layer].window
+        return mask if window is None else mask.triu(1 - window)
 
     def activate(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
         """Return the outputs of the MLP's neurons, shape ``(…, n_tokens, n_ff)``."""
@@ -258,8 +269,7 @@ class Decoder:
         rates = own.rope_base ** -(pairs / n_rot)
         if "rope_freqs.weight" in self._tensors:
             rates = rates / self._read("rope_freqs.weight")
-        places = torch.arange(n_tokens, device=self.device)
-        angles = torch.outer(places * own.rope_scale, rates)
+        angles = torch.outer(self.positions(n_tokens) * own.rope_scale, rates)
         return angles.cos().float(), angles.sin().float()
 
     def _rotate(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
@@ -299,9 +309,3 @@ def _capped_attention(  # noqa: PLR0913, PLR0917 -- same arguments as torch's at
     scores = q.unflatten(-3, (k.shape[-3], -1)) @ k.transpose(-1, -2).unsqueeze(-3) * scale
     scores = (cap * torch.tanh(scores / cap)).masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1) @ v.unsqueeze(-3)).flatten(-4, -3)
-
-
-def _visible(n_tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """Return whether a token (row) attends to another (column)."""
-    mask = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=device).tril()
-    return mask if window is None else mask.triu(1 - window)

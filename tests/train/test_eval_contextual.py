@@ -39,14 +39,16 @@ def test_only_the_tokens_of_an_answer_are_sparse_and_the_largest_neurons_stay(re
         for share in (1.0, 0.5, 0.1)
     )
     assert torch.allclose(whole[0], tenth[0], atol=1e-4)  # after the prompt
+    _, again = SparseNeurons(reference_model, 0.1).log_probabilities(prompt, [[90, 91, 92], head])
+    assert torch.allclose(again, tenth, atol=1e-4)  # texts do not see each other
     near, far = ((whole - one)[1:].abs().mean() for one in (half, tenth))
     assert 0 < near < far / 2
 
 
 def test_a_token_keeps_its_share_of_the_neurons(reference_model):
     model = SparseNeurons(reference_model, 0.25)
-    model.n_prompt, n_ff = 1, model.blocks.n_ff
-    weights = model.weights(0)
+    model.log_probabilities([1], [[40, 41]])  # a prompt of one token
+    weights, n_ff = model.weights(0), model.blocks.n_ff
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((3, n_ff)).astype(np.float32))
     found = model.product(0, weights, "ffn_down", x)
     effects = x.abs() * weights["ffn_down.weight"].norm(dim=0)
