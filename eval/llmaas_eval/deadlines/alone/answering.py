@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,9 @@ def answers(of: Asked, folder: Path) -> Mapping[str, ByMethod]:
     if not of.is_reordered:
         ours = Variant(of.path, ours.blocks, ours.levels)
     found: dict[str, dict[str, Mapping[Pair, Scores]]] = {
-        name: {OURS: kept.scores(f"{of.name}-{name}", ours, items, of.settings_of(name))}
+        name: {
+            OURS: kept.all_scores(f"{of.name}-{name}", lambda: ours, items, of.settings_of(name))
+        }
         for name, items in of.sets.items()
     }
     for method in of.methods:
@@ -103,13 +106,14 @@ def _theirs(
     if not source.exists():
         f16_copy(of.path, folder)
     windows = windows_of(source, packaged_documents(), _N_WINDOWS, _N_TOKENS)
-    for some, variant in BASELINES[method](Source(source, LEVELS, windows, folder, of.scratch)):
-        at = {LEVELS.index(level): (i, i) for i, level in enumerate(some)}
-        if not variant.levels:
-            at = dict.fromkeys(at, WHOLE)
-        label = f"{method}-{'-'.join(f'{level:g}' for level in some)}"
+    for one in BASELINES[method](Source(source, LEVELS, windows, folder, of.scratch)):
+        places = [i * one.has_levels for i in range(len(one.shares))]
+        at = {LEVELS.index(share): (i, i) for share, i in zip(one.shares, places, strict=True)}
+        label = f"{method}-{'-'.join(f'{share:g}' for share in one.shares)}"
+        variant = functools.cache(one.make)
         for name, items in of.sets.items():
             own = {(i, i): at[i] for i in at if (i, i) in of.settings_of(name)}
             if own:
-                scores = kept.scores(f"{of.name}-{name}-{label}", variant, items, {*own.values()})
+                about = f"{of.name}-{name}-{label}"
+                scores = kept.all_scores(about, variant, items, {*own.values()})
                 yield name, {pair: scores[place] for pair, place in own.items()}

@@ -107,14 +107,15 @@ def share_rows(
     """Yield the whole model's answers to shorter prompts, by scorer and share of the tokens."""
     for of_set, items in sets.items():
         label = f"{name}-{of_set}-whole"
-        expected = kept.scores(label, whole, items, [WHOLE])[WHOLE]
+        expected = kept.all_scores(label, lambda: whole, items, [WHOLE])[WHOLE]
         judge = Judge(expected, [item.choice for item in items])
         about = {"row": "share", "model": name, "set": of_set}
         whole_prompt = {"by": "whole prompt", "share": 1.0, "kept": 1.0}
         yield {**about, **whole_prompt, **values_of(judge.of(expected, [WHOLE]))}
         for (scorer, share), some in shorter_sets.items():
             mine = some[of_set]
-            found = kept.scores(f"{label}-{scorer}-{share:g}", whole, mine, [WHOLE])[WHOLE]
+            short_label = f"{label}-{scorer}-{share:g}"
+            found = kept.all_scores(short_label, lambda: whole, mine, [WHOLE])[WHOLE]
             lengths = zip(mine, items, strict=True)
             part = np.mean([len(one.prompt) / len(item.prompt) for one, item in lengths])
             row = {**about, "by": scorer, "share": share, "kept": float(part)}

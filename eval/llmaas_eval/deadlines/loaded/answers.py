@@ -7,14 +7,15 @@ of it that was tuned to three tasks, on which it is far from chance.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from llama_cpp import Llama
 
 from llmaas_eval.deadlines.loaded.questions import AppQuestions
-from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores, Wanted, unanswered
+from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores, Wanted, scores, unanswered
+from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.tasks.questions import Task, asked
 
 __all__ = ["Kept", "app_items", "task_items", "tokenizer"]
@@ -54,6 +55,19 @@ class Kept:
             np.savez_compressed(partial, **found[pair]._asdict())
             partial.replace(paths[pair])
         return found
+
+    def all_scores(
+        self,
+        name: str,
+        variant: Callable[[], Variant],
+        items: Sequence[Item],
+        pairs: Collection[Pair],
+    ) -> dict[Pair, Scores]:
+        """Return a variant's scores on all questions; it is made if some are missing."""
+        wanted = dict.fromkeys(pairs, range(len(items)))
+        return self.scores(
+            name, len(items), wanted, lambda missing: scores(variant(), items, missing, name)
+        )
 
 
 def _read(path: Path, n: int) -> Scores:
