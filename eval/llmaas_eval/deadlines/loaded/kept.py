@@ -12,4 +12,4 @@ __all__ = ["TABLES"]
 TABLES: Mapping[str, Maker] = {
     name: report.TABLES[name]
     for name in ("deadlines-loaded", "deadlines-rates", "deadlines-quality")
-}
+} | {"deadlines-loaded-1b": report.TABLES["deadlines-loaded"]}
