@@ -9,9 +9,12 @@ import pytest
 from preparing import prepare
 from tiny_encoders import N_EMBD, VOCABULARY, prompt_of, write_package
 
-from llmaas_eval.data import packaged_lines
+from llmaas_eval.data import chat_lines, packaged_lines
 from llmaas_eval.prompts import decision_tables
-from llmaas_eval.prompts.gap import CONSTANT, ORACLE, Cost
+from llmaas_eval.prompts.engine import opened
+from llmaas_eval.prompts.gap import CONSTANT, ONE_LEVEL, ORACLE, PAPER, Cost
+from llmaas_eval.prompts.recalls import as_passage, contexts
+from llmaas_eval.tables import signed
 from llmaas_plugins.short_prompts.encoder import model_file
 from llmaas_plugins.short_prompts.encoder.body import read_body
 from llmaas_plugins.short_prompts.encoder.model_file import (
@@ -25,6 +28,7 @@ torch = pytest.importorskip("torch", reason="make test-train installs it")
 arms_of = pytest.importorskip("llmaas_eval.prompts.arms")
 decision = pytest.importorskip("llmaas_eval.prompts.decision")
 encoded = pytest.importorskip("llmaas_eval.prompts.encoded")
+outcome_table = pytest.importorskip("llmaas_eval.prompts.outcome_table")
 heads = pytest.importorskip("llmaas_eval.prompts.heads")
 trained_top = pytest.importorskip("llmaas_eval.prompts.trained_top")
 
@@ -162,6 +166,18 @@ def test_no_arm_is_better_than_the_oracle(arms):
             assert (quality <= found[ORACLE]).all()
 
 
+@pytest.mark.usefixtures("_few_trials")
+@pytest.mark.parametrize("seconds", [0.03, 0.99])
+def test_the_paper_and_its_constant_have_one_level_for_prompt_and_answer(seconds):
+    right = np.zeros((40, *SHAPE), bool)
+    right[:, 0, 1, 2] = True  # two levels
+    right[:20, 0, 2, 2] = True
+    table = made(40)._replace(is_right=right.reshape(40, -1))
+    found = qualities(arms_of.judged(table, COST, [seconds]), (60, 80))
+    assert found[CONSTANT].all()
+    assert found[ONE_LEVEL].mean() == found[PAPER].mean() == 0.5
+
+
 def test_tables_resample_documents(arms):
     rows = [one._asdict() | {"quality": one.quality.tolist()} for one in arms]
     documents = [f"{i % 40}" for i in range(160)]
@@ -171,6 +187,11 @@ def test_tables_resample_documents(arms):
     column = gains.columns.index("linear, plain")
     assert gains.rows[0][column].endswith(" %")
     assert float(gains.rows[0][column].split(" (")[0]) > 30
+    first = qualities(arms, arms_of.LIMITS[0])
+    gain = signed(100 * (first[PAPER] - first[ONE_LEVEL]).mean(), 1)
+    assert gains.rows[0][-1].startswith(f"{gain} ")
+    with pytest.raises(ValueError, match="found 2 outputs"):
+        decision_tables.TABLES["prompts-decision-gains"]([output, output])
 
 
 # -- features --------------------------------------------------------------------------------------
@@ -253,20 +274,44 @@ def data(tmp_path_factory):
     return folder
 
 
+def test_questions_ask_for_each_fact_with_each_probe(light_model, data, tmp_path):
+    model = prepare(light_model, tmp_path / "light.elastic.gguf")
+    layout, asked = outcome_table.SIZES["layout"], []
+    with opened(model, outcome_table.LONGEST) as engine:
+        lines = chat_lines(data, "sgd_dev")
+        told = {
+            (half, one.probe, one.number): one
+            for half in range(2)
+            for one in contexts(engine, lines[half::2], 8, layout)
+        }
+        for half, passage in outcome_table.prompts(engine, data, 64):
+            context = told.get((half, passage.kind, passage.document))
+            if context is not None:
+                questions = [as_passage(context, fact).prompt.tolist() for fact in range(2)]
+                asked.append((half, passage.kind, questions.index(passage.prompt.tolist())))
+    assert len(asked) == 16
+    assert all(asked.count(one) == 2 for one in asked)
+
+
 @pytest.fixture
 def encoder(body, tmp_path, monkeypatch):
-    """Let a tiny encoder be the general one, and its package the installed one."""
+    """Let a tiny encoder be the general one; return a function that writes another one."""
     folder = write_package(tmp_path)
     monkeypatch.setattr(model_file, "DIRECTORY", tmp_path / "encoders")
     monkeypatch.setattr(decision, "body_folder", lambda: folder)
-    weight = np.random.default_rng(0).standard_normal((2, N_EMBD)).astype(np.float32)
     encoder_path(GENERAL).parent.mkdir()
-    EncoderFile.write(encoder_path(GENERAL), body, {}, Head(weight, np.zeros(2, np.float32)))
+
+    def write(seed):
+        weight = np.random.default_rng(seed).standard_normal((2, N_EMBD)).astype(np.float32)
+        EncoderFile.write(encoder_path(GENERAL), body, {}, Head(weight, np.zeros(2, np.float32)))
+
+    write(0)
+    return write
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("encoder", "_few_trials")
-def test_the_study_measures_each_prompt_once(light_model, data, tmp_path, capsys):
+@pytest.mark.usefixtures("_few_trials")
+def test_the_study_measures_each_prompt_once(encoder, light_model, data, tmp_path, capsys):
     model = prepare(light_model, tmp_path / "light.elastic.gguf")
     arguments = ["-n", "8", "--model", str(model), "--data", str(data), "-o", str(tmp_path)]
     assert decision.main([*arguments, "--trained-top"]) == 0
@@ -282,3 +327,6 @@ def test_the_study_measures_each_prompt_once(light_model, data, tmp_path, capsys
     assert "facts" in first["settings"]["kinds"]
     assert {"trained top", CONSTANT, ORACLE} < {row["arm"] for row in first["rows"]}
     assert "prompts-decision-gains" in capsys.readouterr().out
+    encoder(1)  # it learned again
+    assert decision.main(arguments) == 0
+    assert len(list((tmp_path / "kept").iterdir())) == 16

@@ -9,7 +9,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_eval.prompts.gap import BY_KIND, CONSTANT, ORACLE, Cost, Setting, feasible, settings
+from llmaas_eval.prompts import gap
+from llmaas_eval.prompts.gap import (
+    BY_KIND,
+    CONSTANT,
+    ONE_LEVEL,
+    ORACLE,
+    PAPER,
+    Cost,
+    Setting,
+    feasible,
+    settings,
+)
 from llmaas_eval.prompts.heads import Chances, Fit, Softmaxes, crossfit
 from llmaas_eval.prompts.rows import Row
 from llmaas_eval.prompts.trained_top import TrainedTop
@@ -19,19 +30,10 @@ __all__ = ["LIMITS", "Arm", "Table", "judged", "table_of"]
 Values = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-LIMITS = (
-    (80, 90),
-    (60, 80),
-    (40, 70),
-    (30, 100),
-    (30, 50),
-    (20, 100),
-    (20, 60),
-    (20, 50),
-)
-"""Limits in percent of the whole model's times: of the first token, and of each further one."""
+LIMITS = gap.LIMITS[1:]
+"""Limits under which there is something to choose."""
 _RANDOM, _GATED = "random", "best of table and heads"
-_PAPER, _TRAINED = "two softmaxes", "trained top"
+_TRAINED = "trained top"
 _PLAIN, _TOP, _OF_KIND = "linear, plain", "linear, top", "linear, top and kind"
 _HEADS: Mapping[str, Sequence[str]] = {
     _PLAIN: ("plain",),
@@ -159,10 +161,12 @@ class _Choice:
         paper = self._softmaxes([encoded for _, encoded in masks])
         for at, (limits, (table, encoded)) in enumerate(zip(LIMITS, masks, strict=True)):
             constant = self._best(table, self._learn)
+            one_level = self._best(table & self._is_level, self._learn)
             picks = {
                 CONSTANT: constant,
                 BY_KIND: self._by_kind(table),
-                _PAPER: _most(paper[:, at], encoded & self._is_level, constant),
+                ONE_LEVEL: one_level,
+                PAPER: _most(paper[:, at], encoded & self._is_level, one_level),
             }
             best, most = constant, self._picked(constant)[self._learn].mean()
             for name, fit in self._heads.items():

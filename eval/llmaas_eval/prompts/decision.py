@@ -20,10 +20,11 @@ from llmaas_eval.prompts.command import finish, kept, parse, parser_of
 from llmaas_eval.prompts.encoded import Encoded
 from llmaas_eval.prompts.engine import opened
 from llmaas_eval.prompts.gap import costs
-from llmaas_eval.prompts.outcome_table import LONGEST, Grid, measured, prompts
-from llmaas_eval.prompts.scorers import ENCODER, scorers_of
+from llmaas_eval.prompts.outcome_table import LONGEST, SIZES, Grid, measured, prompts
+from llmaas_eval.prompts.scorers import ENCODER, encoder_of, scorers_of
 from llmaas_eval.prompts.trained_top import TrainedTop
 from llmaas_eval.results import load
+from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.short_prompts.encoder.body import body_folder, read_body
 
 __all__ = ["main"]
@@ -40,8 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trained-top", action="store_true", help="train its layers, too: minutes")
     args, options = parse(parser, argv)
     body = read_body(body_folder())
-    about = {"study": "decision", "grid": _GRID, "body": body.digest}
     with opened(options.model, LONGEST) as engine:
+        encoder = file_digest(encoder_of(options.model))
+        about = {
+            "study": "decision",
+            "grid": _GRID,
+            "body": body.digest,
+            "encoder": encoder,
+            **SIZES,
+        }
         (score,) = scorers_of(engine, [ENCODER]).values()
         encoded = Encoded(body)
         rows = kept(

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_eval.prompts.gap import BY_KIND, CONSTANT, ORACLE
+from llmaas_eval.prompts.gap import BY_KIND, CONSTANT, ONE_LEVEL, ORACLE, PAPER
 from llmaas_eval.prompts.rows import Row, rows_of
 from llmaas_eval.stats import Interval
-from llmaas_eval.tables import Maker, Output, Table, number, percent, spread
+from llmaas_eval.tables import Maker, Output, Table, number, only, percent, spread
 from llmaas_plugins.demo.interval import interval, resamples
 
 __all__ = ["TABLES"]
@@ -32,7 +32,10 @@ def _agreement(outputs: Sequence[Output]) -> Table:
 
 
 def _gains(outputs: Sequence[Output]) -> Table:
-    """Show the points that arms gain over the best constant, and their share of the gap."""
+    """Show the points that arms gain over the best constant, and their share of the gap.
+
+    The paper's choice is compared with the best constant of its own settings, too.
+    """
     rows, documents = rows_of(outputs, "decision"), _documents(outputs)
     arms = dict.fromkeys(row["arm"] for row in rows if row["arm"] not in _NO_GAIN)
     lines = []
@@ -44,14 +47,18 @@ def _gains(outputs: Sequence[Output]) -> Table:
             cells.append(spread(100 * np.array(_mean(gain, documents)), 1))
             if gap.mean() > 0:
                 cells[-1] += f", {percent(gain.mean() / gap.mean())}"
-        lines.append(cells)
-    return Table(["tiny model", "limits", "gap, points", *arms], lines, "llr" + "r" * len(arms))
+        own = some[PAPER] - some[ONE_LEVEL]
+        lines.append([*cells, spread(100 * np.array(_mean(own, documents)), 1)])
+    heads = ["tiny model", "limits", "gap, points", *arms, f"{PAPER} over {ONE_LEVEL}"]
+    return Table(heads, lines, "ll" + "r" * (len(heads) - 2))
 
 
 def _over_kinds(outputs: Sequence[Output]) -> Table:
     """Show the points that heads gain over a table for each kind of prompts."""
     rows, documents = rows_of(outputs, "decision"), _documents(outputs)
-    arms = dict.fromkeys(row["arm"] for row in rows if row["arm"] not in (*_NO_GAIN, BY_KIND))
+    arms = dict.fromkeys(
+        row["arm"] for row in rows if row["arm"] not in (*_NO_GAIN, BY_KIND, ONE_LEVEL)
+    )
     lines = []
     for seconds, limits, some in _by_limit(rows):
         gains = [_mean(some[arm] - some[BY_KIND], documents) for arm in arms]
@@ -80,7 +87,7 @@ def _by_limit(rows: Sequence[Row]) -> Iterator[tuple[float, str, Mapping[str, Va
 
 
 def _documents(outputs: Sequence[Output]) -> NDArray[np.str_]:
-    return np.array(outputs[0]["settings"]["documents"])
+    return np.array(only(outputs)["settings"]["documents"])
 
 
 def _mean(values: Values, documents: NDArray[np.str_]) -> Interval:

@@ -85,6 +85,18 @@ class Engine:
         row = llama_cpp.llama_get_logits_ith(self._ctx, -1)
         return log_softmax(np.ctypeslib.as_array(row, shape=(1, self.llama.n_vocab())))
 
+    def answer(self, prompt: Tokens, n: int) -> Tokens:
+        """Return the first ``n`` tokens of the whole model's greedy answer.
+
+        Raises:
+            RuntimeError: ``llama_decode`` failed.
+        """
+        tokens = [int(self.prefill(prompt).argmax())]
+        while len(tokens) < n:
+            at = len(prompt) + len(tokens) - 1
+            tokens.append(int(self.prefill(as_tokens(tokens[-1:]), 1.0, at).argmax()))
+        return as_tokens(tokens)
+
     def _drop(self, at: int) -> None:
         llama_cpp.llama_memory_seq_rm(self._memory, 0, at, -1)
 

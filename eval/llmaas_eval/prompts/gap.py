@@ -9,12 +9,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.deadlines.loaded.traces import SHARES
 from llmaas_eval.results import Result
 
 __all__ = [
     "BY_KIND",
     "CONSTANT",
+    "LIMITS",
+    "ONE_LEVEL",
     "ORACLE",
+    "PAPER",
     "Chosen",
     "Cost",
     "Setting",
@@ -28,6 +32,17 @@ Values = NDArray[np.float64]
 
 CONSTANT, BY_KIND, ORACLE = "best constant", "best by kind", "oracle"
 """Names of choices with which others are compared."""
+PAPER, ONE_LEVEL = "two softmaxes", "best constant, one level"
+"""The paper's choice, and the constant that it is compared with: both of settings whose prompt and
+answer have one level."""
+
+_FURTHER = ((30, 100), (30, 50), (20, 100))
+_OF_APPS = [(round(100 * one.ttft), round(100 * one.tpot)) for one in SHARES.values()]
+LIMITS = tuple(sorted([*_OF_APPS, *_FURTHER], reverse=True))
+"""Limits in percent of the whole model's times: of the first token, and of each further one.
+
+They are those of ElastiLM's six apps, and others in between; the first ones are no limits.
+"""
 
 _LEVEL, _PREFILL, _TOKEN = "level", "512 tokens, 2 threads", "token, 2 threads"
 

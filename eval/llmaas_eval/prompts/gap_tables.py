@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmaas_eval.prompts.gap import Chosen, Setting, chosen, costs, feasible, settings
+from llmaas_eval.prompts.gap import LIMITS, Chosen, Setting, chosen, costs, feasible, settings
 from llmaas_eval.prompts.rows import Row, rows_of
 from llmaas_eval.results import load
 from llmaas_eval.stats import mean_interval
@@ -18,18 +18,6 @@ __all__ = ["TABLES"]
 Values = NDArray[np.float64]
 Quality = Callable[[Sequence[Row]], Values]
 
-_LIMITS = (
-    (100, 100),
-    (80, 90),
-    (60, 80),
-    (40, 70),
-    (30, 100),
-    (30, 50),
-    (20, 100),
-    (20, 60),
-    (20, 50),
-)
-"""Limits in percent of the whole model's times: of the first token, and of each further one."""
 _N_ANSWER = 4
 _READING = ("attention", "self_information")
 """Scorers that read the prompt at the narrowest level."""
@@ -109,7 +97,7 @@ def _by_limit(
     for scorer, name, seconds in _timed(found["scorers"], narrowest):
         mine = [row for row in rows if row["scorer"] == scorer]
         quality, kinds = quality_of(mine), np.array([row["kind"] for row in mine])
-        for limits in _LIMITS:
+        for limits in LIMITS:
             may = feasible(some, cost, (limits[0] / 100, limits[1] / 100), seconds)
             if not may.any():
                 continue

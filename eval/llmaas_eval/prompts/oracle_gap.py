@@ -19,9 +19,9 @@ import numpy as np
 
 from llmaas_eval.data import chat_lines
 from llmaas_eval.prompts.command import Row, finish, kept, parse, parser_of
-from llmaas_eval.prompts.engine import Engine, LogP, as_tokens, opened
+from llmaas_eval.prompts.engine import Engine, LogP, opened
 from llmaas_eval.prompts.passages import Passage, conversations, passages
-from llmaas_eval.prompts.recalls import Layout, as_passage, contexts
+from llmaas_eval.prompts.recalls import Layout, as_passage, contexts, mixed
 from llmaas_eval.prompts.scorers import NAMES, Material, Scorer, scorers_of
 from llmaas_eval.prompts.words import only_question, shortened, words_of
 from llmaas_hooks import Tokens
@@ -62,20 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prompts(engine: Engine, data: Path, n: int) -> Iterator[Passage]:
-    """Yield parts of conversations and, as every fourth prompt, a question about a fact."""
     talks = passages(engine, conversations(data), n, _LENGTHS, _N_ANSWER)
-    chats = chat_lines(data, "sgd_dev")
-    asked = contexts(engine, chats, n, _LAYOUT)
-    for number in range(n):
-        one = as_passage(next(asked), number % _LAYOUT.n_facts) if number % 4 == 3 else next(talks)
-        yield one._replace(number=number)
+    some = contexts(engine, chat_lines(data, "sgd_dev"), n, _LAYOUT)
+    asked = (as_passage(one, turn % _LAYOUT.n_facts) for turn, one in enumerate(some))
+    return mixed(talks, asked, n)
 
 
 def _measured(
     engine: Engine, passage: Passage, grid: _Grid, scorers: Mapping[str, Scorer]
 ) -> list[Row]:
     """Return a row for each scorer, with the quality of each setting."""
-    answer = _answer(engine, passage.prompt)
+    answer = engine.answer(passage.prompt, _N_ANSWER)
     prompt = only_question(words_of(engine, passage.prompt), passage.n_question)
     whole = _settings(engine, passage.prompt, answer, grid)
     rows = []
@@ -91,15 +88,6 @@ def _measured(
         leads, nats = zip(*parts, strict=True)
         rows.append(row | {"n_tokens": len(passage.prompt), "leads": leads, "nats": nats})
     return rows
-
-
-def _answer(engine: Engine, prompt: Tokens) -> Tokens:
-    """Return the first tokens of the whole model's greedy answer."""
-    tokens = [int(engine.prefill(prompt).argmax())]
-    while len(tokens) < _N_ANSWER:
-        at = len(prompt) + len(tokens) - 1
-        tokens.append(int(engine.prefill(as_tokens(tokens[-1:]), 1.0, at).argmax()))
-    return as_tokens(tokens)
 
 
 def _settings(

@@ -7,21 +7,21 @@ settings may be used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmaas_eval.data import chat_lines
 from llmaas_eval.prompts.command import Row
 from llmaas_eval.prompts.encoded import Encoded
-from llmaas_eval.prompts.engine import Engine, as_tokens
+from llmaas_eval.prompts.engine import Engine
 from llmaas_eval.prompts.passages import Passage, conversations, passages
-from llmaas_eval.prompts.recalls import Layout, as_passage, contexts
+from llmaas_eval.prompts.recalls import PROBES, Layout, as_passage, contexts, mixed
 from llmaas_eval.prompts.scorers import Material, Scorer
 from llmaas_eval.prompts.words import only_question, shortened, words_of
 from llmaas_hooks import Tokens
 
-__all__ = ["LONGEST", "N_HALVES", "Grid", "Half", "measured", "prompts"]
+__all__ = ["LONGEST", "N_HALVES", "SIZES", "Grid", "Half", "measured", "prompts"]
 
 N_HALVES = 2
 LONGEST = 256
@@ -30,8 +30,8 @@ _LENGTHS, _N_ANSWER = (64, 112), 4
 """Fewest and most tokens of a conversation's part, and tokens of an answer."""
 _LAYOUT = Layout(2, (100, 240), 140)
 """Sizes of conversations before a question about a fact."""
-_EACH = 4
-"""One of so many prompts is a question about a fact."""
+SIZES: Mapping[str, Any] = {"lengths": _LENGTHS, "n_answer": _N_ANSWER, "layout": _LAYOUT}
+"""All these sizes, on which outcomes depend."""
 
 
 class Grid(NamedTuple):
@@ -64,7 +64,7 @@ def prompts(engine: Engine, data: Path, n: int) -> Iterator[Half]:
 def measured(engine: Engine, one: Half, grid: Grid, score: Scorer, encoded: Encoded) -> list[Row]:
     """Return a row: whether each setting gives the whole model's answer, and the features."""
     passage = one.passage
-    answer = _answer(engine, passage.prompt)
+    answer = engine.answer(passage.prompt, _N_ANSWER)
     prompt = only_question(words_of(engine, passage.prompt), passage.n_question)
     scores = score(prompt, Material(engine, answer))
     is_right = []
@@ -84,19 +84,12 @@ def _prompts(engine: Engine, data: Path, n: int, half: int) -> Iterator[Passage]
     texts = {kind: some[half::N_HALVES] for kind, some in conversations(data).items()}
     talks = passages(engine, texts, n, _LENGTHS, _N_ANSWER)
     chats = chat_lines(data, "sgd_dev")[half::N_HALVES]
-    asked = (one for one in contexts(engine, chats, n, _LAYOUT) if one.number % N_HALVES == half)
-    for number in range(n):
-        is_asked = number % _EACH == _EACH - 1
-        yield as_passage(next(asked), number % _LAYOUT.n_facts) if is_asked else next(talks)
-
-
-def _answer(engine: Engine, prompt: Tokens) -> Tokens:
-    """Return the first tokens of the whole model's greedy answer."""
-    tokens = [int(engine.prefill(prompt).argmax())]
-    while len(tokens) < _N_ANSWER:
-        at = len(prompt) + len(tokens) - 1
-        tokens.append(int(engine.prefill(as_tokens(tokens[-1:]), 1.0, at).argmax()))
-    return as_tokens(tokens)
+    some = (one for one in contexts(engine, chats, n, _LAYOUT) if one.number % N_HALVES == half)
+    # the probes take turns: each fact is asked once of each of them, then the next one
+    asked = (
+        as_passage(one, turn // len(PROBES) % _LAYOUT.n_facts) for turn, one in enumerate(some)
+    )
+    return mixed(talks, asked, n)
 
 
 def _is_right(

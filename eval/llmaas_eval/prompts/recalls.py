@@ -20,11 +20,13 @@ from llmaas_eval.tolerance.recall import (
 )
 from llmaas_hooks import Tokens
 
-__all__ = ["PROBES", "Asked", "Context", "Layout", "as_passage", "contexts"]
+__all__ = ["PROBES", "Asked", "Context", "Layout", "as_passage", "contexts", "mixed"]
 
 _MAKERS = {"facts": make_facts, "alike": make_alike}
 PROBES = tuple(_MAKERS)
 """Probes of recall: facts about different things, and facts that resemble each other."""
+_EACH = 4
+"""One of so many mixed prompts is a question about a fact."""
 
 
 class Layout(NamedTuple):
@@ -101,6 +103,18 @@ def as_passage(context: Context, question: int) -> Passage:
     prompt = np.concatenate([context.tokens, asked.prompt])
     n_question = len(asked.prompt)
     return Passage(context.probe, context.number, prompt, n_question, asked.answer, context.number)
+
+
+def mixed(talks: Iterator[Passage], asked: Iterator[Passage], n: int) -> Iterator[Passage]:
+    """Yield ``n`` numbered prompts; every fourth is a question about a fact.
+
+    Args:
+        talks: Parts of conversations.
+        asked: Questions about facts.
+        n: Number of prompts.
+    """
+    for number in range(n):
+        yield next(asked if number % _EACH == _EACH - 1 else talks)._replace(number=number)
 
 
 def _context(

@@ -28,6 +28,7 @@ __all__ = [
     "Material",
     "Scorer",
     "by_word",
+    "encoder_of",
     "scorers_of",
 ]
 
@@ -72,8 +73,23 @@ def scorers_of(engine: Engine, names: Sequence[str]) -> dict[str, Scorer]:
         if name in names
     }
     if ENCODER in names:
-        found[ENCODER] = _plugged(_encoder(engine.path))
+        found[ENCODER] = _plugged(EncoderScorer(encoder_of(engine.path)))
     return {name: found.get(name) or _OWN[name] for name in names}
+
+
+def encoder_of(model: Path) -> Path:
+    """Return the encoder that learned from this model's answers, or else the general one.
+
+    Raises:
+        ConfigError: None was trained.
+    """
+    path = find_encoder(file_digest(model))
+    if path is None:
+        raise ConfigError(
+            "no encoder was trained: see `llmaas prompts learn --help`, or leave it out with "
+            "--scorers."
+        )
+    return path
 
 
 def by_word(prompt: Prompt, values: NDArray[np.floating[Any]]) -> Scores:
@@ -87,17 +103,6 @@ def by_word(prompt: Prompt, values: NDArray[np.floating[Any]]) -> Scores:
 
 def _plugged(scorer: PluginScorer) -> Scorer:
     return lambda prompt, material: scorer.scores(prompt, material.engine.llama)
-
-
-def _encoder(model: Path) -> EncoderScorer:
-    """Return the encoder that learned from this model's answers, or else the general one."""
-    path = find_encoder(file_digest(model))
-    if path is None:
-        raise ConfigError(
-            "no encoder was trained: see `llmaas prompts learn --help`, or leave it out with "
-            "--scorers."
-        )
-    return EncoderScorer(path)
 
 
 def _surprise(prompt: Prompt, material: Material) -> Scores:
