@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from preparing import prepare
 
-from llmaas_eval.deadlines.alone import overhead, variants
+from llmaas_eval.deadlines.alone import cli, overhead, variants
 from llmaas_eval.deadlines.alone.answering import OURS, PAIRS, WHOLE, Asked, answers
 from llmaas_eval.deadlines.loaded.answers import app_items, tokenizer
 from llmaas_eval.deadlines.loaded.questions import AppQuestions, Question
@@ -61,6 +61,23 @@ def test_answers_are_of_all_settings_and_kept(asked):
     assert again[OURS][NARROWEST, NARROWEST].nats.tolist() == narrow.tolist()
 
 
+def test_the_order_of_units_is_compared_without_compensation(light_model, tmp_path):
+    path = prepare(light_model, tmp_path / "light.elastic.gguf", biases=("uniform",))
+    of = Asked("light", light_model, {}, {}, [])
+    ours, reordered, own = (
+        replace(of, is_compensated=is_compensated, is_reordered=is_reordered).ours(path)
+        for is_compensated, is_reordered in ((True, True), (False, True), (False, False))
+    )
+    assert ours.biases
+    assert not reordered.biases
+    assert not own.biases
+    assert ours.path == reordered.path == path
+    assert own.path == light_model
+    assert [level.neurons.tolist() for level in reordered.levels] == [
+        level.neurons.tolist() for level in own.levels
+    ]
+
+
 @pytest.mark.slow
 def test_units_can_stay_in_their_own_order(asked, reference_model, tmp_path):
     of, _ = asked
@@ -95,6 +112,13 @@ def test_shorter_prompts_keep_their_questions(asked):
         assert short.prompt[0] == item.prompt[0]
         assert len(short.prompt) <= 0.7 * len(item.prompt) + 1
         assert short._replace(prompt=item.prompt) == item
+
+
+@pytest.mark.slow
+def test_a_check_leaves_nothing_that_a_study_would_take_for_its_own(tmp_path):
+    assert cli.main(["--quick", "--parts", "switching", "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["quick"]
+    assert (tmp_path / "quick" / "alone.json").exists()
 
 
 @pytest.mark.slow

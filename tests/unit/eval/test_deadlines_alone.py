@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmaas_eval.deadlines.alone import overhead, plots, report, study, variants
-from llmaas_eval.deadlines.alone.answering import OURS, PAIRS, WHOLE, Asked
+from llmaas_eval.deadlines.alone.answering import OURS, PAIRS, SEPARATE, WHOLE, Asked
 from llmaas_eval.deadlines.alone.cells import Case, Cells
 from llmaas_eval.deadlines.alone.choosing import Judge
 from llmaas_eval.deadlines.alone.promises import (
@@ -17,6 +17,7 @@ from llmaas_eval.deadlines.alone.promises import (
     feasible,
     times_of,
     together,
+    widest,
 )
 from llmaas_eval.deadlines.loaded.scoring import Item, Scores
 from llmaas_plugins.elastic.latency import Curves, Latency, Machine
@@ -71,10 +72,10 @@ def test_the_whole_model_keeps_all_of_its_time_and_nothing_less(latency):
 
 
 def test_a_limit_of_the_whole_answer_lets_a_narrow_prompt_pay_for_a_wide_answer(latency):
-    (promise,) = together([0.7])  # of 340 ms: 238
+    (promise,) = together([0.7])  # of 330 ms: 231; the first token is one of 24
     found = feasible(promise, times_of(latency, [100]), [(NARROWEST, 0), (0, NARROWEST), (0, 4)])
-    assert found == [(0, NARROWEST)]  # 100 + 48; 28 + 240 is too much, as is 100 + 144
-    (promise,) = together([0.8])
+    assert found == [(0, NARROWEST)]  # 100 + 46; 28 + 230 is too much, as is 100 + 138
+    (promise,) = together([0.79])
     assert (NARROWEST, 0) in feasible(promise, times_of(latency, [100]), PAIRS)
 
 
@@ -85,6 +86,12 @@ def test_a_setting_must_keep_the_promise_for_nearly_all_prompts(latency):
     assert feasible(promise, times_of(latency, [10]), settings) == []
     assert feasible(promise, times_of(latency, [1000] * 19 + [10]), settings) == settings
     assert feasible(promise, times_of(latency, [1000] * 18 + [10] * 2), settings) == []
+
+
+def test_the_widest_setting_is_a_feasible_one():
+    assert widest([(1, 3), (3, 1), (2, 2), (3, 3)]) == (1, 3)
+    assert widest([(2, 3), (3, 1), (3, 3)]) == (3, 1)
+    assert widest([]) is None
 
 
 # -- choices -------------------------------------------------------------------------------------
@@ -121,6 +128,17 @@ def test_a_random_setting_is_the_mean_and_the_best_one_knows_each_question():
     assert (mean.nats[0], best.nats[0]) == (1.5, 1.0)
 
 
+def test_a_random_setting_has_no_answers_below_30_percent(latency):
+    items = [Item([1] * 100, [], [[1], [2]], 0) for _ in range(N)]
+    ours = {pair: scores([1] * N) for pair in SEPARATE}
+    ours |= {WHOLE: scores([0] * N), (NARROWEST, NARROWEST): scores([0] * N)}
+    of = Asked("tiny", Path("tiny.gguf"), {"Rewind": items}, {}, [])
+    rows = study.rows_of(of, {"Rewind": {OURS: ours}}, latency, apart([0.5], [0.5]))
+    found = {row["by"]: row["agrees"] for row in rows if row["row"] == "promise"}
+    assert found[study.RANDOM] == found[study.BEST] == [0.0] * N
+    assert found[study.ONE_LEVEL] == [1.0] * N
+
+
 # -- rows and tables -----------------------------------------------------------------------------
 
 
@@ -146,14 +164,36 @@ def test_an_impossible_promise_is_replaced_by_the_next_wider_one(outputs):
 
 def test_methods_are_compared_on_the_same_questions(outputs):
     rows = report.TABLES["alone-apps"](outputs).rows
-    found = {(row[1], row[3]): row[4:] for row in rows if row[1] in {"Rewind", "XiaoAi", "all"}}
+    found = {
+        (row[1], row[3]): row[4:] for row in rows if row[1] in {"Rewind", "XiaoAi", "2 of 2 apps"}
+    }
     assert found["Rewind", OURS] == ["100 % / 100 %", "100.0 %", "100.0 %", "1.000", "", "", ""]
     level = f"20 % / {LEVELS[5]:.0%}".replace("%", " %").replace("  ", " ")
     assert found["XiaoAi", study.WIDEST][0] == level
     assert found["XiaoAi", OURS][1] == "37.5 %"  # 3 of 8 at the level 0.5
-    assert found["all", OURS][1] == "68.8 %"
-    assert found["all", "PFS"][4].startswith("+68.8 (")
-    assert found["all", "PFS"][6].startswith("−1.500 (")
+    assert found["2 of 2 apps", OURS][1] == "68.8 %"
+    assert found["2 of 2 apps", "PFS"][4].startswith("+68.8 (")
+    assert found["2 of 2 apps", "PFS"][6].startswith("−1.500 (")
+
+
+def test_tables_say_how_many_apps_a_method_can_serve(outputs):
+    rows = [row for row in outputs[0]["rows"] if row["row"] == "promise"]
+    some = [
+        {name: row[name] for name in row if name not in {"agrees", "right", "nats"}}
+        if (row["set"], row["by"]) == ("XiaoAi", "PFS")
+        else row
+        for row in rows
+    ]
+    found = [{"rows": some}]
+    by = {tuple(row[1:4:2]): row[5:] for row in report.TABLES["alone-apps"](found).rows}
+    assert by["XiaoAi", "PFS"][0] == "impossible"
+    assert by["1 of 2 apps", "PFS"][0] == by["Rewind", "PFS"][0] == "0.0 %"
+    (line, *_) = report.TABLES["alone-answer-time"](found).rows
+    assert line[3] == "2"
+    assert line[-1].endswith("), 1 of 2 apps")
+    assert line[-2].endswith(")")
+    grid = report.TABLES["alone-grid"](found).rows
+    assert grid[0][-1].endswith("), 1 of 2 apps")
 
 
 def test_the_grid_says_where_ours_is_better_and_what_is_impossible(outputs):
@@ -173,14 +213,15 @@ def test_ways_to_choose_are_compared_with_a_random_setting(outputs):
     promises = [row[1] for row in table.rows]
     assert promises[-2:] == ["30 % / 60 %", "30 % / 50 %"]  # in place of 20 %
     assert len(promises) == 6
+    assert first["apps"] == "2"
     assert (first[study.BEST], first[OURS], first[study.WIDEST]) == ("100.0 %",) * 3
     assert float(first[study.RANDOM].removesuffix(" %")) < 65
 
 
 def test_whole_answers_have_limits_too(outputs):
     table = report.TABLES["alone-answer-time"](outputs)
-    assert table.columns[3:] == ["ours", "ours − ours, one level", "ours − PFS"]
-    by = {(row[1], row[2]): row[3:] for row in table.rows}
+    assert table.columns[3:] == ["apps", "ours", "ours − ours, one level", "ours − PFS"]
+    by = {(row[1], row[2]): row[4:] for row in table.rows}
     assert len(by) == 3 * len(LEVELS)
     assert by["agrees", "20 %"] == ["impossible"] * 3
     assert by["agrees", "100 %"][0] == "100.0 %"
@@ -228,7 +269,14 @@ def test_variants_are_compared_with_the_first_model(outputs):
     found = {(row[0], row[1]): row[2:] for row in table.rows}
     assert found["tiny, Q4_0", study.WIDEST][-1].startswith("+0.250 (")
     assert found["tiny", study.WIDEST][-1] == found["tiny", "PFS"][-1] == ""
-    assert found["tiny", "PFS"][3].startswith("+68.8 (")
+    assert found["tiny", "PFS"][0] == "2"
+    assert found["tiny", "PFS"][4].startswith("+68.8 (")
+    for row in worse:  # the same number of questions, about another app
+        row["set"] = {"Rewind": "GMail"}.get(row["set"], row["set"])
+    (*_, last) = report.TABLES["alone-variants"]([*outputs, {"rows": worse}]).rows
+    assert last[-1] == ""
+    for row in worse:
+        row["set"] = {"GMail": "Rewind"}.get(row["set"], row["set"])
     ways = report.TABLES["alone-ways"]([*outputs, {"rows": worse}])
     assert {row[0] for row in ways.rows} == {"tiny"}
 

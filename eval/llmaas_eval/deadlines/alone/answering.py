@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmaas_eval.data import packaged_documents
@@ -17,20 +17,25 @@ from llmaas_eval.elastic.texts import windows_of
 from llmaas_eval.weights import f16_copy
 from llmaas_plugins.elastic.uniform import LEVELS
 
-__all__ = ["OURS", "PAIRS", "WHOLE", "Asked", "ByMethod", "answers"]
+__all__ = ["OURS", "PAIRS", "SEPARATE", "WHOLE", "Asked", "ByMethod", "answers"]
 
 OURS = "ours"
 WHOLE = (0, 0)
 """Indices of the levels of the whole model."""
 _NARROWEST_ANSWER = 0.3
 """Narrower answers are needed for no promise of the grids, unless the prompt is as narrow."""
-PAIRS: Sequence[Pair] = [
+SEPARATE: Sequence[Pair] = [
     (prompt, answer)
     for prompt in range(len(LEVELS))
     for answer, level in enumerate(LEVELS)
-    if level >= _NARROWEST_ANSWER or answer == prompt
+    if level >= _NARROWEST_ANSWER
 ]
-"""Settings of ours: indices of the levels of prompt and answer."""
+"""Settings of ours with a level for the prompt, and any other one for the answer: their indices."""
+PAIRS: Sequence[Pair] = [
+    *SEPARATE,
+    *((i, i) for i, level in enumerate(LEVELS) if level < _NARROWEST_ANSWER),
+]
+"""All settings of ours: also those of one level with narrower answers."""
 _N_WINDOWS, _N_TOKENS = 16, 512
 
 ByMethod = Mapping[str, Mapping[Pair, Scores]]
@@ -49,8 +54,9 @@ class Asked:
         methods: Names of other papers' methods to ask as well.
         is_quick: Whether the search of widths is left out.
         settings: Settings to answer at by set, other methods at those of one level; None for all.
+        is_compensated: Whether biases stand for the units that levels leave out.
         is_reordered: Whether the most important units come first; if not, levels use the same
-            numbers of units in the model's own order, without compensation.
+            numbers of units in the model's own order, for which there is no compensation.
     """
 
     name: str
@@ -60,11 +66,19 @@ class Asked:
     methods: Sequence[str]
     is_quick: bool = False
     settings: Mapping[str, Collection[Pair]] | None = None
+    is_compensated: bool = True
     is_reordered: bool = True
 
     def settings_of(self, name: str) -> Collection[Pair]:
         """Return the settings to answer a set at."""
         return PAIRS if self.settings is None else self.settings[name]
+
+    def ours(self, prepared: Path) -> Variant:
+        """Return the levels of ours, by the file that was prepared of the model."""
+        found = default_variant(prepared, LEVELS)
+        if not self.is_reordered:
+            return Variant(self.path, found.blocks, found.levels)
+        return found if self.is_compensated else replace(found, biases={})
 
 
 def answers(of: Asked, folder: Path) -> Mapping[str, ByMethod]:
@@ -77,9 +91,7 @@ def answers(of: Asked, folder: Path) -> Mapping[str, ByMethod]:
         RuntimeError: The model cannot be prepared.
     """
     models, kept = folder / "models", Kept(folder / "answers")
-    ours = default_variant(prepared(of.path, models, is_quick=of.is_quick), LEVELS)
-    if not of.is_reordered:
-        ours = Variant(of.path, ours.blocks, ours.levels)
+    ours = of.ours(prepared(of.path, models, is_quick=of.is_quick))
     found: dict[str, dict[str, Mapping[Pair, Scores]]] = {
         name: {
             OURS: kept.all_scores(f"{of.name}-{name}", lambda: ours, items, of.settings_of(name))

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from llmaas_eval.deadlines.alone.answering import OURS
 from llmaas_eval.deadlines.alone.promises import APART
-from llmaas_eval.deadlines.loaded.questions import TASK_OF
 from llmaas_eval.deadlines.loaded.traces import APP_NAMES, SHARES
 from llmaas_eval.tables import NoRowsError, Output
 
@@ -37,7 +36,6 @@ class Cells:
 
     Attributes:
         methods: Names of the methods, ours first.
-        sets: Names of the sets.
     """
 
     def __init__(self, outputs: Iterable[Output], model: str) -> None:
@@ -49,7 +47,6 @@ class Cells:
             if row["model"] == model
         }
         self.methods = list(dict.fromkeys([OURS, *(by for _, by in self._rows)]))
-        self.sets = list(dict.fromkeys(case.set for case, _ in self._rows))
 
     def cases(self, kind: str) -> list[Case]:
         """Return the promises of a kind, for each set."""
@@ -64,20 +61,22 @@ class Cells:
         row: Mapping[str, Any] = self._rows.get((case, by), {})
         return {name: np.array(row[name]) for name in MEASURES} if "agrees" in row else None
 
+    def kept(self, cases: Sequence[Case], methods: Sequence[str]) -> list[Case]:
+        """Return the cases in which all methods keep the promise."""
+        return [case for case in cases if all(self.values(case, by) is not None for by in methods)]
+
     def joined(self, cases: Sequence[Case], methods: Sequence[str]) -> dict[str, Values]:
         """Return the values of methods over the cases in which all of them keep the promise.
 
         Returns:
             Values by method; empty if there is no such case.
         """
-        found = [{by: self.values(case, by) for by in methods} for case in cases]
-        kept = [each for each in found if None not in each.values()]
+        kept = self.kept(cases, methods)
+        found = {by: [one for case in kept if (one := self.values(case, by))] for by in methods}
         return {
-            by: {
-                name: np.concatenate([one[name] for each in kept if (one := each[by])])
-                for name in MEASURES
-            }
-            for by in (methods if kept else ())
+            by: {name: np.concatenate([one[name] for one in some]) for name in MEASURES}
+            for by, some in found.items()
+            if some
         }
 
     def app_cases(self) -> Mapping[str, Case]:
@@ -85,11 +84,10 @@ class Cells:
         found = {}
         for app in reversed(APP_NAMES):
             first, further = SHARES[app]
-            asked = app if app in self.sets else TASK_OF[app]
             some = [
                 case
                 for case in sorted(self.cases(APART), key=lambda case: case.first)
-                if (case.set, case.further) == (asked, further) and case.first >= first
+                if (case.set, case.further) == (app, further) and case.first >= first
                 if self.values(case, OURS) is not None
             ]
             if some:

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Ask, choose, judge, print the tables and write the output; return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.quick:
+        args.out /= "quick"  # no study takes its files for its own
     try:
         rows = _rows(args)
     except (OSError, RuntimeError, ValueError) as error:
@@ -82,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         f"default: without {SCRATCH}")  # fmt: skip
     add("--pictures", type=Path, metavar="FOLDER", help="also write PNG plots to FOLDER")
     add("--quick", action="store_true", help="a few questions of packaged text and a tiny model's "
-        "times, as a check only")  # fmt: skip
+        "times, as a check only; in a folder of its own in --out")  # fmt: skip
     return parser
 
 

@@ -70,7 +70,14 @@ def _draw_grid(cells: Cells, path: Path) -> None:
                 if found:
                     both = [found[by][name].mean() for by in (OURS, SCRATCH)]
                     gains[i, j] = 100 * (both[0] - both[1])
-        _draw_map(axes, gains, furthers, firsts, f"{name}: points above {SCRATCH}", "coolwarm")
+        _draw_map(
+            axes,
+            gains,
+            furthers,
+            firsts,
+            f"{name}: points above {SCRATCH}, apps that both serve",
+            "coolwarm",
+        )
         axes.set(xlabel="further tokens: limit", ylabel="first token: limit")
     figure.savefig(path, dpi=110)
 

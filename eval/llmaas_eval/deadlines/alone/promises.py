@@ -30,7 +30,7 @@ __all__ = [
 
 APART, TOGETHER = "first token and further tokens", "whole answer"
 N_ANSWER = 24
-"""Tokens of an answer whose whole time is limited: the mean of the traces."""
+"""Tokens of an answer whose whole time is limited, with the first: the mean of the traces."""
 _MOSTLY = 0.95
 _ROUNDING = 1e-9
 
@@ -49,7 +49,7 @@ class Times(NamedTuple):
     def answer_ms(self, pair: Pair) -> NDArray[np.float64]:
         """Return the time of each whole answer at a setting."""
         prompt, answer = pair
-        return self.first_ms[prompt] + N_ANSWER * self.further_ms[answer]
+        return self.first_ms[prompt] + (N_ANSWER - 1) * self.further_ms[answer]
 
 
 class Promise(NamedTuple):
@@ -104,10 +104,11 @@ def feasible(promise: Promise, times: Times, settings: Sequence[Pair]) -> list[P
 
 
 def widest(possible: Sequence[Pair]) -> Pair | None:
-    """Return the widest level of the prompt, and the widest of the answer."""
-    if not possible:
-        return None
-    return min(prompt for prompt, _ in possible), min(answer for _, answer in possible)
+    """Return the feasible setting whose levels are the widest; None if there is none.
+
+    Of several, it is the one with the widest prompt.
+    """
+    return min(possible, key=lambda pair: (sum(pair), pair), default=None)
 
 
 # -- inside --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Tables of one promise on whole sets: by method, over a grid, and by the way a setting is chosen.
 
-Intervals are paired over the questions, which all methods answered.
+Intervals are paired over the questions, which all methods answered. Where several apps are joined,
+their number is shown: they are those whose promises all that is compared can keep.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ def _apps(outputs: Sequence[Output]) -> Table:
                 about = [model, app, _promise(case), by, _levels(cells.levels(case, by))]
                 lines.append([*about, *compared(cells, [case], by)])
         for by in cells.methods:
-            about = [model, "all", "each its own", by, ""]
-            lines.append([*about, *compared(cells, [*cases.values()], by)])
+            every = [*cases.values()]
+            n_apps = len(cells.kept(every, [OURS, by]))
+            about = [model, f"{n_apps} of {len(every)} apps", "each its own", by, ""]
+            lines.append([*about, *compared(cells, every, by)])
     heads = ["model", "app", "promise", "by", "prompt / answer", *MEASURES, *GAINS]
     return Table(heads, lines, "lllll".ljust(len(heads), "r"))
 
@@ -71,12 +74,11 @@ def _grid(outputs: Sequence[Output]) -> Table:
         by_promise = _by_promise(cells, APART)
         furthers = sorted({further for _, further in by_promise}, reverse=True)
         firsts = sorted({first for first, _ in by_promise}, reverse=True)
-        found = {key: cells.joined(some, [OURS, SCRATCH]) for key, some in by_promise.items()}
         for name in MEASURES:
             for first in firsts:
-                gains = [found[first, further] for further in furthers]
-                cell = [gain(one[OURS], one[SCRATCH], name) if one else IMPOSSIBLE for one in gains]
-                lines.append([model, name, percent(first), *cell])
+                some = [by_promise[first, further] for further in furthers]
+                gains = [_gain_over(cells, one, SCRATCH, name) for one in some]
+                lines.append([model, name, percent(first), *gains])
     if not lines:
         raise NoRowsError("no rows of models that were trained from scratch")
     heads = ["model", "ours − PFS", "first token", *map(percent, furthers)]
@@ -92,14 +94,14 @@ def _answer_time(outputs: Sequence[Output]) -> Table:
         by_promise = _by_promise(cells, TOGETHER)
         for name in MEASURES:
             for (limit, _), cases in by_promise.items():
-                found = [cells.joined(cases, [OURS, by]) for by in (OURS, *others)]
-                cell = [mean(found[0][OURS], name) if found[0] else IMPOSSIBLE]
-                for by, one in zip(others, found[1:], strict=True):
-                    cell.append(gain(one[OURS], one[by], name) if one else IMPOSSIBLE)
+                kept = cells.kept(cases, [OURS])
+                found = cells.joined(kept, [OURS])
+                cell = [str(len(kept)), mean(found[OURS], name) if kept else IMPOSSIBLE]
+                cell += [_gain_over(cells, kept, by, name) for by in others]
                 lines.append([model, name, percent(limit), *cell])
     if not lines:
         raise NoRowsError("no rows of limits of the whole answer")
-    heads = ["model", "measure", "limit", OURS, *(f"ours − {by}" for by in others)]
+    heads = ["model", "measure", "limit", "apps", OURS, *(f"ours − {by}" for by in others)]
     return Table(heads, lines, "ll".ljust(len(heads), "r"))
 
 
@@ -110,15 +112,17 @@ def _ways(outputs: Sequence[Output]) -> Table:
         cells = Cells(outputs, model)
         by_promise = _by_promise(cells, APART)
         for first, further in _app_promises(cells, by_promise):
-            found = cells.joined(by_promise[first, further], _WAYS)
+            cases = by_promise[first, further]
+            found = cells.joined(cases, _WAYS)
             if found:
-                line = [model, _promise(Case("", APART, first, further))]
+                n_apps = len(cells.kept(cases, _WAYS))
+                line = [model, _promise(Case("", APART, first, further)), str(n_apps)]
                 for by in _WAYS:
                     line.append(percent(float(found[by]["agrees"].mean()), 1))
                     if by != RANDOM:
                         line.append(gain(found[by], found[RANDOM], "agrees"))
                 lines.append(line)
-    heads = ["model", "promise"]
+    heads = ["model", "promise", "apps"]
     for by in _WAYS:
         heads += [by] if by == RANDOM else [by, "points above random"]
     return Table(heads, lines, "ll".ljust(len(heads), "r"))
@@ -160,6 +164,16 @@ def _app_promises(
         )
         found |= dict.fromkeys((first, further) for first in firsts[:1])
     return [*found]
+
+
+def _gain_over(cells: Cells, cases: Sequence[Case], by: str, name: str) -> str:
+    """Return how much more of a measure ours has, and for how many apps if not for all."""
+    kept = cells.kept(cases, [OURS, by])
+    if not kept:
+        return IMPOSSIBLE
+    found = cells.joined(kept, [OURS, by])
+    apps = "" if len(kept) == len(cases) else f", {len(kept)} of {len(cases)} apps"
+    return f"{gain(found[OURS], found[by], name)}{apps}"
 
 
 def _promise(case: Case) -> str:

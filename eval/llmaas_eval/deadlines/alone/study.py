@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from llmaas_eval.deadlines.alone.answering import OURS, WHOLE, Asked, ByMethod
+from llmaas_eval.deadlines.alone.answering import OURS, SEPARATE, WHOLE, Asked, ByMethod
 from llmaas_eval.deadlines.alone.choosing import Judge, Judged
 from llmaas_eval.deadlines.alone.promises import APART, Promise, Times, feasible, times_of, widest
 from llmaas_eval.deadlines.loaded.scoring import Pair
@@ -73,8 +73,9 @@ def _arms(
         pair = widest(possible)
         yield WIDEST, judge.of(ours[pair], [pair, pair]) if pair else None
     yield ONE_LEVEL, judge.chosen(ours, [pair for pair in possible if pair[0] == pair[1]])
-    yield RANDOM, judge.random(ours, possible)
-    yield BEST, judge.best(ours, possible)
+    separate = [pair for pair in possible if pair in SEPARATE]
+    yield RANDOM, judge.random(ours, separate)
+    yield BEST, judge.best(ours, separate)
     for method, theirs in found.items():
         if method != OURS:
             yield method, judge.chosen(theirs, feasible(promise, times, [*theirs]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from llmaas_eval.deadlines.alone.answering import OURS
-from llmaas_eval.deadlines.alone.cells import MEASURES, Cells, models_of
+from llmaas_eval.deadlines.alone.cells import MEASURES, Case, Cells, Values, models_of
 from llmaas_eval.deadlines.alone.comparing import GAINS, compared, gain, mean
 from llmaas_eval.deadlines.alone.study import BEST, ONE_LEVEL, RANDOM, WIDEST
 from llmaas_eval.tables import Maker, NoRowsError, Output, Table, percent
@@ -20,21 +20,23 @@ _RANDOM_WORDS = "random"
 def _variants(outputs: Sequence[Output]) -> Table:
     """Show the answers under the apps' promises with other weights, or with shorter prompts.
 
-    Ours uses the widest settings by time. The last column compares it with the first model's.
+    Ours uses the widest settings by time. The last column compares it with the first model's, if
+    both keep the same promises of the same apps.
     """
     lines, first = list[list[str]](), None
     for model in models_of(outputs, has_all_settings=False):
         cells = Cells(outputs, model)
         cases = [*cells.app_cases().values()]
-        ours = cells.joined(cases, [WIDEST]).get(WIDEST)
+        kept = cells.kept(cases, [WIDEST])
+        ours = (kept, cells.joined(kept, [WIDEST])[WIDEST]) if kept else None
         for by in cells.methods:
             if by not in {OURS, BEST, RANDOM, ONE_LEVEL}:
-                more = ""
-                if by == WIDEST and ours and first and len(ours["nats"]) == len(first["nats"]):
-                    more = gain(ours, first, "nats")
-                lines.append([model, by, *compared(cells, cases, by, WIDEST), more])
+                n_apps = len(cells.kept(cases, [WIDEST, by]))
+                more = _more(ours, first) if by == WIDEST else ""
+                found = compared(cells, cases, by, WIDEST)
+                lines.append([model, by, str(n_apps), *found, more])
         first = first or ours
-    heads = ["model", "by", *MEASURES, *GAINS, "nats more than the first model"]
+    heads = ["model", "by", "apps", *MEASURES, *GAINS, "nats more than the first model"]
     return Table(heads, lines, "ll".ljust(len(heads), "r"))
 
 
@@ -64,6 +66,22 @@ def _shares(outputs: Sequence[Output]) -> Table:
         lines.append([by, percent(share), kept, *(mean(mine, name) for name in MEASURES), *gains])
     heads = ["words by", "share", "kept", *MEASURES, *(f"{one} above random" for one in MEASURES)]
     return Table(heads, lines, "l".ljust(len(heads), "r"))
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+_Kept = tuple[Sequence[Case], Values]
+"""Promises that are kept, and the values of their questions."""
+
+
+def _more(ours: _Kept | None, first: _Kept | None) -> str:
+    """Return how many more nats ours has; nothing if the promises or the questions differ."""
+    if ours is None or first is None or ours[0] != first[0]:
+        return ""
+    if len(ours[1]["nats"]) != len(first[1]["nats"]):
+        return ""
+    return gain(ours[1], first[1], "nats")
 
 
 TABLES: Mapping[str, Maker] = {"alone-variants": _variants, "alone-shares": _shares}
