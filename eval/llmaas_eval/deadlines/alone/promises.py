@@ -106,7 +106,7 @@ def feasible(promise: Promise, times: Times, settings: Sequence[Pair]) -> list[P
 def widest(possible: Sequence[Pair]) -> Pair | None:
     """Return the feasible setting whose levels are the widest; None if there is none.
 
-    Of several, it is the one with the widest prompt.
+    If several are as wide, it is the one with the widest prompt.
     """
     return min(possible, key=lambda pair: (sum(pair), pair), default=None)
 
