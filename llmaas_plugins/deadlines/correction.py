@@ -51,7 +51,10 @@ class Fit(NamedTuple):
 
 
 class Correction:
-    """Times of the last ten requests. Older ones do not count, so a change is followed in ten.
+    """Times of the last ten requests that count. So a change is followed in ten of them.
+
+    As soon as a request had the engine to itself, only such requests count. After ten in a row that
+    shared it, the last ten of these count instead, until the next request has it to itself.
 
     Errors count relative to the measured time, so that single slow requests hardly matter. As long
     as all requests had about the same time by the tables, the line has a slope of 1: a wider level
@@ -60,8 +63,8 @@ class Correction:
 
     def __init__(self) -> None:
         """Start without requests."""
-        self._times: deque[tuple[float, float]] = deque(maxlen=_N_KEPT)
-        self._are_alone = False
+        self._alone: deque[tuple[float, float]] = deque(maxlen=_N_KEPT)
+        self._shared: deque[tuple[float, float]] = deque(maxlen=_N_KEPT)  # since the last one alone
 
     def __bool__(self) -> bool:
         """Return whether any request was recorded."""
@@ -74,26 +77,36 @@ class Correction:
             measured_s: Seconds that it took.
             table_s: Seconds that it takes by the tables.
             is_alone: Whether it had the engine to itself. Tokens in batches with others', or after
-                an interruption, are slower. They count only as long as nothing else is known.
+                an interruption, are slower.
         """
-        if is_alone and not self._are_alone:
-            self._times.clear()
-            self._are_alone = True
-        if is_alone == self._are_alone:
-            self._times.append((_bounded(table_s), _bounded(measured_s)))
+        time = _bounded(table_s), _bounded(measured_s)
+        if not is_alone:
+            self._shared.append(time)
+            return
+        if len(self._shared) == _N_KEPT:
+            self._alone.clear()  # they are from before those ten
+        self._shared.clear()
+        self._alone.append(time)
 
     def fit(self) -> Fit:
         """Return the line through the requests."""
-        if not self._times:
+        times = self._times
+        if not times:
             return Fit()
-        tables, measured = np.array(self._times).T
+        tables, measured = np.array(times).T
         offset, slope = _line(tables, measured)
-        if len(self._times) < _N_LEAST:
+        if len(times) < _N_LEAST:
             return Fit(offset, slope)
         expected = [Fit(offset, slope).expected_s(table) for table in tables.tolist()]
         errors = np.abs(measured / np.array(expected) - 1)
         deviation = _SIGMA * statistics.median(errors.tolist())
         return Fit(offset, slope, 1 + max(_N_DEVIATIONS * deviation, _MARGIN))
+
+    @property
+    def _times(self) -> deque[tuple[float, float]]:
+        """Times that count: seconds by the tables, and measured ones."""
+        are_alone = self._alone and len(self._shared) < _N_KEPT
+        return self._alone if are_alone else self._shared
 
 
 # -- inside --------------------------------------------------------------------------------------

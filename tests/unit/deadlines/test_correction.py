@@ -101,13 +101,37 @@ def test_hostile_times_are_bounded():
     assert fit.most_s(1.0) > 0
 
 
-def test_times_in_batches_with_others_count_only_as_long_as_there_are_no_better_ones():
+def test_times_in_batches_with_others_do_not_count_beside_better_ones():
     correction = Correction()
     for _ in range(3):
         correction.add(0.3, 0.1, is_alone=False)
     assert correction.fit().expected_s(0.1) == pytest.approx(0.3)
     correction.add(0.2, 0.1)
     assert correction.fit().expected_s(0.1) == pytest.approx(0.2)
-    for _ in range(10):
-        correction.add(0.3, 0.1, is_alone=False)
+    for _ in range(5):
+        for _ in range(9):
+            correction.add(0.3, 0.1, is_alone=False)
+        correction.add(0.2, 0.1)
     assert correction.fit().expected_s(0.1) == pytest.approx(0.2)
+
+
+def test_a_machine_that_slows_down_under_load_is_followed():
+    """From the second request of the day on, no request has the engine to itself."""
+    correction = Correction()
+    correction.add(0.1, 0.1)
+    for measured_s in (0.11, 0.2, 0.4):
+        for _ in range(10):
+            correction.add(measured_s, 0.1, is_alone=False)
+        assert correction.fit().expected_s(0.1) == pytest.approx(measured_s)
+    correction.add(0.3, 0.1)
+    assert correction.fit() == Fit(pytest.approx(0.2), pytest.approx(1.0))
+
+
+def test_times_alone_from_before_a_load_are_forgotten():
+    correction = Correction()
+    for _ in range(10):
+        correction.add(0.1, 0.1)
+    for _ in range(10):
+        correction.add(0.4, 0.1, is_alone=False)
+    correction.add(0.3, 0.1)
+    assert correction.fit().expected_s(0.1) == pytest.approx(0.3)

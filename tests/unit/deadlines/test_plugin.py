@@ -282,7 +282,7 @@ def test_slower_tokens_beside_others_do_not_spoil_predictions():
     planned.serve(0.11, 0.011, promise=asked)
     before = planned.status()["corrections"]
     slow = RequestStats(100, 0, 11, 0.0, 0.4, 9.0, 0.5, first_away_s=0.01, decode_away_s=0.01)
-    for _ in range(10):
+    for _ in range(9):  # ten would be a load that does not end
         request = Request(planned.engine, PROMPT, None, promise=asked, notes=notes)
         planned.hooks.request_begin(request, planned.hooks.level(request))
         planned.hooks.request_end(request, slow)
