@@ -21,6 +21,8 @@ class RequestStats:
         decode_s: Seconds that the tokens after the first took, without the app's time between them.
         first_away_s: Seconds of ``first_token_s`` in which other requests used the engine.
         decode_away_s: Seconds of ``decode_s`` in which other requests used the engine.
+        pending_s: Seconds for which the app had waited for a further token that did not come any
+            more; 0 if it waited for none.
     """
 
     n_prompt: int
@@ -32,3 +34,4 @@ class RequestStats:
     decode_s: float = 0.0
     first_away_s: float = 0.0
     decode_away_s: float = 0.0
+    pending_s: float = 0.0

@@ -49,7 +49,8 @@ class Outcome(NamedTuple):
         answer: Worth of the setting, and its risk.
         ttft_s: Measured time to the first token, with the time that the request waited; if there
             was none, the time until the request's end.
-        tpot_s: Measured mean time of each further token; None if there was none.
+        tpot_s: Measured mean time of each further token, with one that did not come if that makes
+            it later than promised; None if there was none.
         n_prompt: Number of tokens of the whole prompt.
         limits_s: Promised seconds by phase; None where nothing is promised, or is known.
     """
@@ -139,10 +140,10 @@ class Outcome(NamedTuple):
 
 def outcome(question: Question, plan: Plan, answer: AnswerReport, stats: RequestStats) -> Outcome:
     """Return the outcome of a request that ended."""
-    promise, n_others = question.promise, stats.n_generated - 1
-    tpot_s = stats.decode_s / n_others if n_others > 0 else None
+    promise, limits_s = question.promise, limits_of(question)
     first_s = stats.total_s if stats.first_token_s is None else stats.first_token_s
-    ttft_s, limits_s = promise.waited_s + first_s, limits_of(question)
+    tpot_s = _tpot_s(stats, limits_s["tpot"])
+    ttft_s = promise.waited_s + first_s
     return Outcome(promise, plan, answer, ttft_s, tpot_s, question.n_prompt, limits_s)
 
 
@@ -196,6 +197,20 @@ class Outcomes:
         for bound in _BOUNDS:
             histogram[str(bound)] += ratio <= bound
         histogram["inf"] += 1
+
+
+def _tpot_s(stats: RequestStats, limit_s: float | None) -> float | None:
+    """Return the mean time of the tokens after the first.
+
+    One that did not come counts if the mean is later than promised with it, and no earlier than
+    without it. Otherwise the request ended before it was late.
+    """
+    n_others = stats.n_generated - 1
+    mean_s = stats.decode_s / n_others if n_others > 0 else None
+    if limit_s is None or n_others < 0:
+        return mean_s
+    with_it_s = (stats.decode_s + stats.pending_s) / (n_others + 1)
+    return with_it_s if with_it_s > max(limit_s, mean_s or 0.0) else mean_s
 
 
 def _ms(seconds: float | None) -> float | None:

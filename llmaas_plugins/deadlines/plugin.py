@@ -29,7 +29,7 @@ from llmaas_plugins.deadlines.config import DeadlinesConfig
 from llmaas_plugins.deadlines.correction import Correction
 from llmaas_plugins.deadlines.learned import Lessons
 from llmaas_plugins.deadlines.margin import first_two
-from llmaas_plugins.deadlines.outcomes import MOST_SHOWN, AnswerReport, Outcome, Outcomes, outcome
+from llmaas_plugins.deadlines.outcomes import MOST_SHOWN, AnswerReport, Outcomes, outcome
 from llmaas_plugins.deadlines.phases import Question
 from llmaas_plugins.deadlines.planned import Planned
 from llmaas_plugins.deadlines.planner import Plan, answer_phase, plan, worth_of
@@ -127,7 +127,7 @@ class Deadlines:
             if request.notes is not None:
                 request.notes[_NAME] = found.report()
             if has_token:
-                self._correct(planned, found, stats)
+                self._correct(planned, stats)
 
     @hookimpl
     def llmaas_context_free(self, ctx: int) -> None:
@@ -155,18 +155,18 @@ class Deadlines:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _correct(self, planned: Planned, found: Outcome, stats: RequestStats) -> None:
-        """Learn from a request's times, without those in which others used the engine."""
-        n_others = max(stats.n_generated - 1, 1)
-        away_s = {"ttft": stats.first_away_s, "tpot": stats.decode_away_s / n_others}
-        others_s = away_s | {"ttft": found.promise.waited_s + stats.first_away_s}
-        for name, phase, measured_s in found.phases:
-            if phase is not None and measured_s is not None:
-                is_answer = name == "tpot"
-                table_s = planned.tpot_table_s(n_others) if is_answer else phase.table_s
-                correction = self._correction(planned.model, planned.request.app, name)
-                own_s = measured_s - others_s[name]
-                correction.add(own_s, table_s, is_alone=not away_s[name])
+    def _correct(self, planned: Planned, stats: RequestStats) -> None:
+        """Learn from the times of a request's tokens, without those of others on the engine."""
+        found, n_others = planned.plan, stats.n_generated - 1
+        times = []
+        if found.ttft is not None and stats.first_token_s is not None:
+            times.append(("ttft", stats.first_token_s, stats.first_away_s, found.ttft.table_s))
+        if found.tpot is not None and n_others > 0:
+            mean_s, away_s = stats.decode_s / n_others, stats.decode_away_s / n_others
+            times.append(("tpot", mean_s, away_s, planned.tpot_table_s(n_others)))
+        for name, seconds, away_s, table_s in times:
+            correction = self._correction(planned.model, planned.request.app, name)
+            correction.add(seconds - away_s, table_s, is_alone=not away_s)
 
     def _with_choices(self, request: Request, found: Plan) -> Levels:
         """Return a plan's levels, of which the answer's may be chosen later.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import llama_cpp
 import pytest
@@ -27,6 +28,7 @@ def test_generator_closed_early(recorder, make_llama, how):
     gc.collect()
     assert recorder.events == ONCE
     assert recorder.stats[0].n_generated == (2 if how == "break" else 1)
+    assert recorder.stats[0].pending_s == 0
 
 
 def test_exception_inside(recorder, make_llama):
@@ -42,6 +44,22 @@ def test_exception_inside(recorder, make_llama):
     assert recorder.stats[0].first_token_s is None
     greedy(llama, PROMPT, 1)
     assert recorder.events == ONCE * 2
+
+
+def test_the_wait_for_a_token_that_does_not_come_is_measured(recorder, make_llama):
+    def stall(ids, logits):
+        if len(ids) == len(PROMPT) + 2:
+            time.sleep(0.05)
+            raise TimeoutError
+        return False
+
+    stop = llama_cpp.StoppingCriteriaList([stall])
+    with pytest.raises(TimeoutError):
+        list(make_llama().generate(PROMPT, stopping_criteria=stop))
+    stats = recorder.stats[0]
+    assert stats.n_generated == 2
+    assert stats.pending_s >= 0.05
+    assert stats.first_token_s + stats.decode_s + stats.pending_s <= stats.total_s
 
 
 class Interrupter:

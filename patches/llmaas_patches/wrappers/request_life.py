@@ -54,7 +54,8 @@ class Clock:
         self._prepare_s = 0.0
         self._first_token_s: float | None = None
         self.n_generated = 0
-        self._resumed, self._decode_s = self._started, 0.0
+        self._resumed: float | None = None  # while the app waits for a token after the first
+        self._decode_s = 0.0
         self._first_away_s = self._decode_away_s = 0.0
 
     def prepared(self) -> None:
@@ -73,8 +74,9 @@ class Clock:
             self._first_token_s = time.perf_counter() - self._started
             self._first_away_s = away_s
         else:
-            self._decode_s += time.perf_counter() - self._resumed
+            self._decode_s += self._pending_s()
             self._decode_away_s = away_s - self._first_away_s
+        self._resumed = None
 
     def stats(self, n_prompt: int, n_reused: int) -> RequestStats:
         """Return the counts and times so far."""
@@ -88,7 +90,12 @@ class Clock:
             decode_s=self._decode_s,
             first_away_s=self._first_away_s,
             decode_away_s=self._decode_away_s,
+            pending_s=self._pending_s(),
         )
+
+    def _pending_s(self) -> float:
+        """Return the seconds for which the app has waited for a token after the first."""
+        return 0.0 if self._resumed is None else time.perf_counter() - self._resumed
 
 
 class End:

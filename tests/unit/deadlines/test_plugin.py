@@ -304,6 +304,31 @@ def test_misses_of_requests_that_nobody_planned_are_counted():
     assert planned.status()["ttft_over_promise"]["inf"] == 2
 
 
+@pytest.mark.parametrize(
+    ("n_generated", "decode_s", "pending_s", "measured_ms", "missed"),
+    [
+        (1, 0.0, 60.0, 60_000, ["tpot"]),
+        (6, 0.05, 0.55, 100, ["tpot"]),
+        (6, 0.05, 0.04, 10, []),
+        (6, 0.5, 0.04, 100, ["tpot"]),
+        (1, 0.0, 0.04, None, []),
+    ],
+)
+def test_a_further_token_that_does_not_come_in_time_is_a_miss(
+    n_generated, decode_s, pending_s, measured_ms, missed
+):
+    planned, notes = Planned(), {}
+    request = Request(planned.engine, PROMPT, None, promise=promise(tpot="50 ms"), notes=notes)
+    planned.hooks.request_begin(request, planned.hooks.level(request))
+    times = RequestStats(100, 0, n_generated, 0.0, 0.1, 99.0, decode_s, pending_s=pending_s)
+    planned.hooks.request_end(request, times)
+    assert notes["deadlines"]["missed"] == missed
+    assert notes["deadlines"]["tpot"]["measured_ms"] == measured_ms
+    corrections = planned.status()["corrections"]
+    measured = {} if n_generated == 1 else {"offset_ms": 1000 * decode_s / 5 - 10, "slope": 1.0}
+    assert corrections.get("model.gguf: tpot", {}) == measured  # the tables say 10 ms
+
+
 def test_an_interrupted_answer_makes_up_for_lost_time(monkeypatch):
     clock = SimpleNamespace(now=5.0)
     monkeypatch.setattr("time.perf_counter", lambda: clock.now)
