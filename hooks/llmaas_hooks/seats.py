@@ -31,8 +31,12 @@ class Seat(Protocol):
     def leave(self) -> None:
         """Put the request aside, in whose place others may then use the engine."""
 
-    def enter(self) -> None:
+    def enter(self, waited_s: float = 0.0) -> None:
         """Bring the request back, which then goes on.
+
+        Args:
+            waited_s: Seconds for which the app has waited for this, if it happens between two
+                turns. They count as time in which others used the engine.
 
         Raises:
             ReferenceError: The engine was closed meanwhile.

@@ -97,6 +97,17 @@ class Call:
         """Return the seconds for which the call has used the engine, of which it has the turn."""
         return self.used_s + now_s - self.since_s
 
+    def stage_aside(self, n_left: int) -> Stage:
+        """Return why the call lies aside in its turn, with so many tokens of its prompt left."""
+        if not self.is_shared:
+            return Stage.ALONE
+        return Stage.PIECE if n_left else Stage.TOKEN
+
+    def is_due_at(self, level: int) -> bool:
+        """Return whether its next token is evaluated in a batch of this level, if it is aside."""
+        is_due = self.stage is Stage.TOKEN and not self.is_over
+        return is_due and self.seat is not None and self.seat.level == level
+
     def token_s(self, used_s: float) -> float | None:
         """Return the mean seconds of a token after the first; None if there were too few."""
         if self.n_generated < _LEAST_OWN or self.first_used_s is None:

@@ -130,7 +130,7 @@ class Together(Admission):
             if call.is_shared and is_first and n_left:  # it has just got the engine for it
                 return self._pieces.n_tokens
             if call.is_shared or self._are_ready():
-                self._put_aside(call, _stage(call, n_left), now_s)
+                self._put_aside(call, call.stage_aside(n_left), now_s)
                 self._next()
         if call.stage is not None:
             self._wait(call)
@@ -216,6 +216,7 @@ class Together(Admission):
 
     def _wait(self, call: Call) -> None:
         """Wait until a call aside uses the engine; evaluate the tokens of all if it is to."""
+        began_s = time.perf_counter()
         while not call.resumed.wait(_PATIENCE_S):
             with self._lock:
                 self._next()
@@ -223,11 +224,12 @@ class Together(Admission):
         assert seat is not None
         if call.stage is Stage.TOKEN and not call.is_over:
             self._step(seat)
-        seat.enter()
+        is_between = call.stage is Stage.BACK  # two turns, which measure other waits themselves
+        seat.enter(time.perf_counter() - began_s if is_between else 0.0)
 
     def _step(self, seat: Seat) -> None:
         with self._lock:
-            others = [one for one in self.aside if _is_with(one, seat.level)]
+            others = [one for one in self.aside if one.is_due_at(seat.level)]
             self._is_stepping = True
         try:
             step_s = seat.evaluate_with([one.seat for one in others if one.seat is not None])
@@ -385,16 +387,3 @@ class Together(Admission):
         is_expected = since_s is not None and now_s - since_s < _PATIENCE_S
         level = 0 if call.seat is None else call.seat.level
         return Member(call.stage, call.is_over, is_expected, level)
-
-
-def _stage(call: Call, n_left: int) -> Stage:
-    """Return why a call lies aside in its turn."""
-    if not call.is_shared:
-        return Stage.ALONE
-    return Stage.PIECE if n_left else Stage.TOKEN
-
-
-def _is_with(call: Call, level: int) -> bool:
-    """Return whether the next token of a call aside is evaluated in a batch of this level."""
-    is_due = call.stage is Stage.TOKEN and not call.is_over
-    return is_due and call.seat is not None and call.seat.level == level

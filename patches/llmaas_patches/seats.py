@@ -193,6 +193,7 @@ class Seat:
         place: Sequence that holds the request's cells.
         records: State of the request, while its cells are in another sequence.
         next_token: Token that the request evaluates next; None in a prompt.
+        waited_s: Seconds for which the app has waited between the last two tokens.
         step_s: Seconds of the batch that evaluated the last token, 0 if none did; None if the
             request did not lie aside in this turn.
     """
@@ -206,6 +207,7 @@ class Seat:
         self.next_token: int | None = None
         self._level = 0
         self._output: tuple[int, int] | None = None  # number of the batch, and row of its outputs
+        self.waited_s = 0.0
         self.step_s: float | None = None
         self._n_tokens = 0
         self._is_ahead = False  # the cells have the next token, but not Llama's records
@@ -265,7 +267,7 @@ class Seat:
             seats.swap_out(self)
         self._is_aside = True
 
-    def enter(self) -> None:
+    def enter(self, waited_s: float = 0.0) -> None:
         """Bring the request back, whose cells move into sequence 0 only once it evaluates some.
 
         Raises:
@@ -273,6 +275,7 @@ class Seat:
         """
         if not self.engine.is_alive:
             raise ReferenceError("the Llama object was closed while another request used it")
+        self.waited_s += waited_s
         seats = self._seats
         if seats.seated is not None:  # it was interrupted; this may move the request of sequence 0
             seats.seated.settle()

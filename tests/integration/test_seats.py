@@ -259,6 +259,27 @@ def test_requests_that_are_not_decoded_together(exact):
     assert exact.n_batches == 0
 
 
+def test_the_time_that_an_app_waits_for_a_request_aside_is_others(patched, make):
+    class Timed(Pair):
+        @hookimpl
+        def llmaas_request_end(self, request, stats):
+            self.stats[request.app] = stats
+
+    pair = Timed()
+    pair.is_together, pair.stats = False, {}
+    patched(pair=pair)
+    pair.llama = make(n_ubatch=1)
+    a = pair.both(3)
+    pair.seats["a"].leave()
+    pair.seats["b"].enter(100.0)
+    next(pair.b)
+    pair.b.close()
+    pair.seats["a"].enter()
+    a.close()
+    assert 100 < pair.stats["b"].decode_away_s < pair.stats["b"].decode_s < 130
+    assert pair.stats["a"].decode_s < 30
+
+
 def test_the_cells_of_ended_requests_are_saved_and_freed(exact):
     a = check(exact)
     n_saved = exact.n_saved

@@ -25,16 +25,18 @@ class Seat:
     def __init__(self, engine, name, level=0):
         self.engine, self.name, self.level = engine, name, level
         self.is_aside, self.can_leave, self.is_evaluated = False, True, False
+        self.waited_s = 0.0
 
     def leave(self):
         assert not self.is_aside
         assert self.engine.user in {None, self.name}
         self.is_aside, self.is_evaluated, self.engine.user = True, False, None
 
-    def enter(self):
+    def enter(self, waited_s=0.0):
         assert self.is_aside
         assert self.engine.user is None
         self.is_aside, self.engine.user = False, self.name
+        self.waited_s += waited_s
 
     def evaluate_with(self, others):
         seats = [self, *others]

@@ -62,9 +62,10 @@ class Clock:
         """Record that the cells are restored, and that evaluation can start."""
         self._prepare_s = time.perf_counter() - self._started
 
-    def resumed(self) -> None:
+    def resumed(self, turns: Turns | None) -> None:
         """Begin a token after the first: the app has asked for it."""
-        self._resumed = time.perf_counter()
+        waited_s = 0.0 if turns is None else turns.count_wait()
+        self._resumed = time.perf_counter() - waited_s
 
     def token(self, turns: Turns | None) -> None:
         """Record that a token was sampled."""

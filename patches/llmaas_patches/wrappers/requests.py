@@ -98,7 +98,7 @@ def _steps(
             engine.free_parked_at_end()
             reply = yield token
             run.is_yielding = False
-            clock.resumed()
+            clock.resumed(turns)
             if turns is not None and engine.n_said == llama.n_tokens:  # no proposals are left
                 turns.take_in_answer(end.levels, clock.n_generated, token, reply)
             try:

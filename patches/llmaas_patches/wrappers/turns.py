@@ -67,6 +67,15 @@ class Turns:
         self._scope = scope
         self.away_s = 0.0
 
+    def count_wait(self) -> float:
+        """Count the seconds for which the app waited between two turns, as others'; return them."""
+        seat = self._end.seat
+        if seat is None:
+            return 0.0
+        waited_s, seat.waited_s = seat.waited_s, 0.0
+        self.away_s += waited_s
+        return waited_s
+
     def evaluate_prompt(self, levels: Levels | None, n_done: int, first_output: int | None) -> None:
         """Evaluate a prompt in parts, but for the last one, which ``Llama.generate`` evaluates.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import anyio
 import pytest
 
@@ -160,6 +162,36 @@ def test_a_stream_lets_others_in_between_its_pieces(together, engine):
         assert len(found) == 21
         assert any(steps)
         assert len(together) == 0
+
+    anyio.run(story)
+
+
+def test_a_stream_says_how_long_it_waited_to_come_back(together, engine):
+    async def story():
+        streaming, other = Caller(together, engine, "a"), Caller(together, engine, "b")
+        seat = streaming.seat
+
+        def pieces():
+            for n_left in (200, 100, 0, 0):
+                together.llmaas_turn(n_left, seat)
+                if not n_left:
+                    yield "piece"
+            seat.can_leave = False
+            engine.user = None
+
+        stream = together.shared(streaming.call, pieces(), is_last=True)
+        await anyio.to_thread.run_sync(next, stream)
+        assert seat.waited_s == 0
+        other.before_turn = lambda: time.sleep(0.05)
+        async with anyio.create_task_group() as group:
+            group.start_soon(other.run, 3)
+            await until(lambda: seat.is_aside)
+            began_s = time.perf_counter()
+            await anyio.to_thread.run_sync(next, stream)
+            assert 0.02 < seat.waited_s < time.perf_counter() - began_s
+            assert await anyio.to_thread.run_sync(next, stream, None) is None
+            together.leave(streaming.call)
+        assert other.seat.waited_s == 0
 
     anyio.run(story)
 
