@@ -44,7 +44,7 @@ class Admission:
         self._lock = threading.RLock()
         self._estimates = Estimates()
         self._has_promises = False
-        self.n_interruptions = 0
+        self.n_interruptions = self.n_missed = 0
         self.running: Call | None = None
         self.waiting: list[Call] = []
         self.interrupted: list[Call] = []
@@ -125,13 +125,14 @@ class Admission:
                     self.running = None
                     self._learn(call, notes or {})
                 elif call in self.waiting:
-                    self.waiting.remove(call)
+                    self._leave_waiting(call)
             finally:
                 self._next()
 
     def report(self) -> dict[str, Any]:
         """Return the counters of the status, as plain JSON types."""
-        return {"interruptions": self.n_interruptions, "pressure": self.pressure}
+        counts = {"interruptions": self.n_interruptions, "missed_in_queue": self.n_missed}
+        return {**counts, "pressure": self.pressure}
 
     def has_begun(self, call: Call) -> bool:
         """Return whether a call uses the engine."""
@@ -354,8 +355,14 @@ class Admission:
             return None
         return next(call for call in reversed(self.waiting) if call.app == largest)
 
+    def _leave_waiting(self, call: Call) -> None:
+        """Remove a call that never runs; count it if its first token is later than promised."""
+        self.waiting.remove(call)
+        waited_s = time.perf_counter() - call.came_s
+        self.n_missed += self._estimates.is_late(call.app, call.promise.ttft, waited_s)
+
     def _end_waiting(self, call: Call, refusal: Refusal) -> None:
-        self.waiting.remove(call)  # at once, because its task may notice the end only later
+        self._leave_waiting(call)  # at once, because its task may notice the end only later
         call.end(refusal)
 
 

@@ -84,6 +84,16 @@ class Estimates:
         unknown = limit.seconds(getattr(_WHOLE_S, name).value)
         return self.of(app).limits.get((name, str(limit)), unknown)
 
+    def is_late(self, app: str, limit: Limit | None, passed_s: float) -> bool:
+        """Return whether a first token is later than promised after this time.
+
+        It is not if nothing was promised, or a share of a time that is not known.
+        """
+        if limit is None or (limit.is_share and ("ttft", str(limit)) not in self.of(app).limits):
+            return False
+        limit_s = self.limit_s(app, "ttft", limit)
+        return limit_s is not None and passed_s > limit_s
+
     def called(
         self, app: str, first_s: float | None, token_s: float | None, notes: Mapping[str, Any]
     ) -> None:

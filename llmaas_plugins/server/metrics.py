@@ -49,6 +49,11 @@ class Metrics:
         self._gauge(
             "interruptions", "Interruptions of calls so far.", lambda: admission.n_interruptions
         )
+        self._gauge(
+            "missed_in_queue",
+            "Calls that left the queue after their time to the first token.",
+            lambda: admission.n_missed,
+        )
         ProcessCollector(registry=self._registry)
 
     def request(self, route: str, status: int) -> None:

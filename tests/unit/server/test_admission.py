@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from llmaas_hooks import NO_PROMISE, Limit, Promise
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned, Admission
 from llmaas_plugins.server.refusal import Refusal
@@ -78,6 +79,36 @@ def test_a_single_place_is_no_share(in_loop):
         admission.enter("mail")
         with pytest.raises(Refusal):
             admission.enter("notes")
+
+    in_loop(story)
+
+
+def test_calls_that_leave_the_queue_too_late_are_counted(in_loop):
+    async def story():
+        admission = Admission(ServiceConfig(max_queue=4))
+        admission.enter("mail")
+        soon, share = Promise(Limit(0.5)), Promise(Limit.of("40 %"))
+
+        def leave(promise, age_s, app="mail"):
+            call = admission.enter(app, promise)
+            call.came_s -= age_s
+            admission.leave(call)
+            return admission.report()["missed_in_queue"]
+
+        assert leave(soon, 0.0) == leave(NO_PROMISE, 9.0) == leave(share, 9.0) == 0
+        assert leave(Promise(tpot=Limit(0.5)), 9.0) == 0
+        assert leave(soon, 0.6) == 1
+        notes = {"ttft": {"promised": "40 %", "promised_ms": 2000.0}}
+        admission._estimates.called("mail", None, None, notes)
+        assert leave(share, 1.9) == leave(share, 9.0, "notes") == 1
+        assert leave(share, 2.1) == 2
+        for _ in range(4):
+            admission.enter("mail", soon).came_s -= 0.6
+        admission.enter("notes")
+        admission.leave(admission.waiting[0])
+        assert admission.n_missed == 4  # one was crowded out
+        admission.stop()
+        assert admission.n_missed == 6
 
     in_loop(story)
 
