@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["Forked", "lock", "postponed", "watch"]
+__all__ = ["Forked", "is_child", "lock", "postponed", "watch"]
 
 
 class Forked:
@@ -40,6 +40,12 @@ class Forked:
 _watched: set[weakref.ref[Forked]] = set()
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _held = threading.local()
+_first_pid = os.getpid()
+
+
+def is_child() -> bool:
+    """Return whether this process was forked from one that had imported this module."""
+    return os.getpid() != _first_pid
 
 
 def watch(one: Forked) -> None:

@@ -55,6 +55,16 @@ def test_all_are_told_while_other_threads_add_some():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
+def test_a_child_knows_that_it_is_one():
+    assert not forks.is_child()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if forks.is_child() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not forks.is_child()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
 def test_what_is_gone_is_told_nothing():
     one, other = Counting(), Counting()
     forks.watch(one)

@@ -35,7 +35,8 @@ class EncoderScorer(forks.Forked):
 
     An encoder that is trained again is loaded again. Any thread may use the scorer; prompts are
     scored one after the other. A forked child uses its own copy, in a thread of its own: OpenMP
-    would make the thread that forked wait for helpers that only the parent has.
+    would make the thread that forked wait for helpers that only the parent has. So scores need no
+    ``n_threads_batch=1`` there, as the app's own model does (docs/explanation/engine.md, Forks).
     """
 
     comes_first = True  # a prompt that is being scored may wait for the work of others
@@ -50,7 +51,7 @@ class EncoderScorer(forks.Forked):
         self._path, self._n_threads = path, n_threads
         self._lock = forks.lock()
         self._loaded: _Loaded | None = None
-        self._thread: ThreadPoolExecutor | None = None  # of a forked child
+        self._thread = ThreadPoolExecutor(1) if forks.is_child() else None
         self._is_closed = False
         self._seconds = MeasuredSeconds(_FIRST_SECONDS)
         forks.watch(self)
@@ -94,6 +95,8 @@ class EncoderScorer(forks.Forked):
     def before_fork(self) -> None:
         """Wait for the prompt that is being scored: a child could not finish it."""
         self._lock.acquire()
+        if self._thread is not None:
+            self._thread.submit(int).result()  # after what Ctrl-C may have left in the thread
 
     def after_fork(self, *, in_child: bool) -> None:
         """Go on, in the parent and in the child."""

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -158,6 +159,48 @@ def test_a_forked_child_scores_with_several_threads(scorer):
         os._exit(0 if all(np.array_equal(one, expected) for one in found) else 1)
     assert os.waitpid(child, 0)[1] == 0
     np.testing.assert_array_equal(scorer.scores(prompt_of(WORDS), llama), expected)
+
+
+def test_a_forked_child_makes_a_scorer_of_its_own(scorer, path):
+    llama = SimpleNamespace(n_threads_batch=2)
+    expected = scorer.scores(prompt_of(WORDS), llama)  # this thread has OpenMP's helpers now
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        found = EncoderScorer(path).scores(prompt_of(WORDS), llama)
+        os._exit(0 if np.array_equal(found, expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_fork_waits_for_what_an_interrupt_left_in_a_childs_thread(scorer):
+    """The child's child would have a copy of an encoder in the middle of a window."""
+    words, n_asked = WORDS * 100, []
+
+    def check():
+        n_asked.append(1)
+        time.sleep(0.02)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with request_scope.checked_by(check):
+        scorer.scores(prompt_of(words), LLAMA)
+        n_windows = len(n_asked)
+        child = os.fork()
+        if child == 0:
+            n_asked.clear()
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.03)
+            try:
+                scorer.scores(prompt_of(words), LLAMA)
+            except KeyboardInterrupt:
+                pid = os.fork()
+                n_left = n_windows - len(n_asked)
+                os._exit(n_left if pid == 0 else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            os._exit(100)
+    assert n_windows > 10
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_encoder_that_was_trained_again_is_loaded_again(body, tmp_path):
