@@ -37,6 +37,7 @@ class ScorerChoice:
         self._lock = forks.lock()
         self._scorers: weakref.WeakKeyDictionary[Any, Scorer] = weakref.WeakKeyDictionary()
         self._encoders: dict[Path, EncoderScorer] = {}
+        self._paths: weakref.WeakKeyDictionary[Any, Path | None] = weakref.WeakKeyDictionary()
         self._digests: weakref.WeakKeyDictionary[ModelLoad, Digest] = weakref.WeakKeyDictionary()
 
     def identify(self, context: NativeContext) -> None:
@@ -76,6 +77,7 @@ class ScorerChoice:
         if self._name not in (None, _ENCODER):
             return self._name, self._own(llama, self._name)
         path = find_encoder(self._digest(llama))
+        self._uses(llama, path)
         if path is not None:
             with self._lock:
                 if (encoder := self._encoders.get(path)) is None:
@@ -87,6 +89,17 @@ class ScorerChoice:
                 "or set another `scorer`."
             )
         return _WITHOUT, self._own(llama, _WITHOUT)
+
+    def _uses(self, llama: Any, path: Path | None) -> None:
+        """Note which encoder a model uses; unload those that no model uses any more."""
+        with self._lock:
+            if self._paths.get(llama) == path:
+                return
+            self._paths[llama] = path
+            used = set(self._paths.values())
+            unused = [encoder for one, encoder in self._encoders.items() if one not in used]
+        for encoder in unused:
+            encoder.unload()  # not closed, as a thread may be about to use it
 
     def _own(self, llama: Any, name: str) -> Scorer:
         """Return a model's own scorer, which measures its times."""

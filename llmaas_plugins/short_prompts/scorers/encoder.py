@@ -84,13 +84,18 @@ class EncoderScorer(forks.Forked):
         """Return about how long a prompt of so many tokens takes."""
         return self._seconds.at(n_tokens)
 
-    def close(self) -> None:
-        """Free the encoder; closing it again does nothing."""
+    def unload(self) -> None:
+        """Free the encoder until the next prompt comes."""
         with self._lock:
-            self._is_closed = True
             if self._loaded is not None:
                 self._run(self._loaded.outputs.close)
                 self._loaded = None
+
+    def close(self) -> None:
+        """Free the encoder for ever; closing it again does nothing."""
+        with self._lock:
+            self._is_closed = True
+            self.unload()
 
     def before_fork(self) -> None:
         """Wait for the prompt that is being scored: a child could not finish it."""

@@ -7,10 +7,12 @@ import contextlib
 import numpy as np
 import pytest
 from llama_cpp import Llama
+from served import wait_until
 from tiny_encoders import N_EMBD, write_package
 
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
+from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.short_prompts.encoder.body import read_body
 from llmaas_plugins.short_prompts.encoder.model_file import GENERAL, EncoderFile, Head, encoder_path
 
@@ -30,15 +32,14 @@ class Planner:
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Return a function that writes a general encoder in an own folder."""
+    """Return a function that writes an encoder in an own folder, a general one by default."""
     monkeypatch.setenv("HOME", str(tmp_path))
     body = read_body(write_package(tmp_path))
-    path = encoder_path(GENERAL)
-    path.parent.mkdir(parents=True)
+    encoder_path(GENERAL).parent.mkdir(parents=True)
 
-    def train(seed):
+    def train(seed, name=GENERAL):
         weight = np.random.default_rng(seed).standard_normal((2, N_EMBD)).astype(np.float32)
-        EncoderFile.write(path, body, {}, Head(weight, np.zeros(2, np.float32)))
+        EncoderFile.write(encoder_path(name), body, {}, Head(weight, np.zeros(2, np.float32)))
 
     return train
 
@@ -63,3 +64,33 @@ def test_an_encoder_is_used_as_soon_as_it_is_trained(reference_model, train):
         assert plugin.scorer_identity(llama) == first  # as learned answers are named
         train(2)
         assert ask()[1] not in (first, "encoder")
+
+
+def test_encoders_that_no_model_uses_any_more_are_not_kept_in_memory(reference_model, train):
+    train(1)
+    with (
+        activate({"on_error": "raise", "plugins": {"short_prompts": {}}}) as suite,
+        contextlib.closing(Llama(str(reference_model), n_ctx=512, verbose=False)) as llama,
+        contextlib.closing(Llama(str(reference_model), n_ctx=512, verbose=False)) as other,
+    ):
+        plugin, tokens = suite.plugin("short_prompts"), llama.tokenize(TEXT.encode())
+
+        def read(llama):
+            """Return which encoders are in memory after a prompt was shortened, and its words."""
+            found = plugin.shortened(llama, np.array(tokens, np.int32), [0.5])[0].tokens.tolist()
+            encoders = plugin._scorers._encoders.items()
+            return {path.stem for path, one in encoders if one._loaded is not None}, found
+
+        assert read(other)[0] == {GENERAL}
+        before = read(llama)
+        digest = file_digest(reference_model)
+        train(2, digest)
+        wait_until(lambda: plugin.scorer_identity(llama).startswith(f"encoder {digest}"))
+        assert read(llama)[0] == {GENERAL, digest}  # the other model has read nothing since
+        assert read(other)[0] == {digest}
+        encoder_path(digest).unlink()
+        assert read(llama) == ({GENERAL, digest}, before[1])
+        assert read(other) == ({GENERAL}, before[1])
+        encoder_path(GENERAL).unlink()
+        assert [plugin.scorer_name(one) for one in (llama, other)] == ["attention"] * 2
+        assert all(one._loaded is None for one in plugin._scorers._encoders.values())
