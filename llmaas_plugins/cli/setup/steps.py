@@ -57,6 +57,8 @@ _RECOVERED = 4e13
 """Parameters of a model times tokens to learn from: two hours for all levels on two cores."""
 _RECOVERED_S = 3.6e-10
 """Seconds of one processor for each parameter and token."""
+_MOST_PROCESSORS = 8
+"""Processors by which that time is divided at most: two were measured, and many wait for memory."""
 _TOKENS = 1 << 13, 1 << 18
 """Fewest and most tokens that adapters learn from."""
 _GGUF = ".gguf"
@@ -258,7 +260,7 @@ def _recover(job: Job) -> Step:
 def recovering_s(job: Job) -> float:
     """Return about how many seconds adapters take to learn with this machine's processors."""
     work_s = _RECOVERED_S * _n_parameters(job.model, job.digest) * _recovered_tokens(job)
-    return work_s / usable_processors()
+    return work_s / min(usable_processors(), _MOST_PROCESSORS)
 
 
 def _recovered_tokens(job: Job) -> int:

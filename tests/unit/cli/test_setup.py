@@ -90,11 +90,11 @@ def test_adapters_of_large_models_learn_from_fewer_tokens(tmp_path, monkeypatch,
     (step,) = [one for one in improving_steps(Job(path, "d")) if one.name == "recover"]
     assert step.arguments[-3] == str(n_tokens)
     found = {}
-    for n_processors in (2, 8):
+    for n_processors in (2, 8, 64):
         monkeypatch.setattr(f"{STEPS}.usable_processors", lambda n=n_processors: n)
         found[n_processors] = recovering_s(Job(path, "d"))
     assert found[2] < 4 * 3600
-    assert found[8] == pytest.approx(found[2] / 4)
+    assert found[64] == found[8] == pytest.approx(found[2] / 4)
 
 
 @pytest.mark.parametrize("has_words", [True, False])
