@@ -55,10 +55,16 @@ class ShortPrompts:
     def shortened(self, llama: Any, tokens: Tokens, shares: Sequence[float]) -> list[Shortened]:
         """Return what a ``Llama`` would read of a prompt with each of some shares.
 
+        A prompt that asks for the text in a gap is read whole. ``least_tokens`` does not count.
+
         Raises:
             LlmaasError: The words cannot be scored.
         """
-        prompt = prompt_of(tokens, vocabulary_of(llama), self._protection)
+        vocabulary = vocabulary_of(llama)
+        prompt = prompt_of(tokens, vocabulary, self._protection)
+        if vocabulary.fills_gap(tokens):
+            whole = shorten(prompt, np.zeros(len(prompt.words), np.float32), len(tokens))
+            return [whole] * len(shares)
         scores = self._scorers.scorer_for(llama).scores(prompt, llama)
         return [shorten(prompt, scores, budget(prompt, share)) for share in shares]
 

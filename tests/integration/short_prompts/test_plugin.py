@@ -141,6 +141,10 @@ def test_prompts_around_a_gap_stay_whole(start, reference_model):
         for text, is_whole in ((TEXT, True), (TEXT.replace(" keeper", ""), False)):
             greedy(filling, tokens_of(filling, text), 1)
             assert (recorder.requests[-1].whole is None) == is_whole
+            tokens = np.array(tokens_of(filling, text), np.int32)
+            for found in suite.plugin("short_prompts").shortened(filling, tokens, [0.7, 0.5]):
+                assert np.array_equal(found.tokens, tokens) == is_whole
+                assert (found.n_left_out == 0) == is_whole
     assert status(suite)["prompts"] == 2
 
 
