@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from typing import TYPE_CHECKING, Any, get_args
 
-from llmaas_hooks import ConfigError
+from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.cli.output import progress_bar
 from llmaas_plugins.cli.short_prompts_table import configured
 
@@ -91,6 +91,9 @@ def shortened_prompts(
         plugin: The plugin ``short_prompts``, which is active.
         llama: The ``llama_cpp.Llama`` whose prompts they are.
         prompts: Tokens of each prompt.
+
+    Raises:
+        LlmaasError: Another encoder was trained or found meanwhile, or the words cannot be scored.
     """
     found: list[list[Tokens]] = [[] for _ in shares]
     name, scorer = plugin.scorer_name(llama), plugin.scorer_identity(llama)
@@ -102,6 +105,11 @@ def shortened_prompts(
             for parts, one in zip(found, read, strict=True):
                 parts.append(one)
             bar.update()
+    if (now := plugin.scorer_identity(llama)) != scorer:
+        raise LlmaasError(
+            f"the words were chosen by {scorer!r} first, and by {now!r} at the end: another "
+            "encoder was trained or found meanwhile. Run the command again."
+        )
     return scorer, found
 
 

@@ -10,8 +10,9 @@ from llama_cpp import Llama
 from served import wait_until
 from tiny_encoders import N_EMBD, write_package
 
-from llmaas_hooks import hookimpl
+from llmaas_hooks import LlmaasError, hookimpl
 from llmaas_plugins import activate
+from llmaas_plugins.cli.deadlines.shares import shortened_prompts
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.short_prompts.encoder.body import read_body
 from llmaas_plugins.short_prompts.encoder.model_file import GENERAL, EncoderFile, Head, encoder_path
@@ -64,6 +65,29 @@ def test_an_encoder_is_used_as_soon_as_it_is_trained(reference_model, train):
         assert plugin.scorer_identity(llama) == first  # as learned answers are named
         train(2)
         assert ask()[1] not in (first, "encoder")
+
+
+def test_shares_of_prompts_are_not_chosen_by_two_encoders(reference_model, train):
+    class Prompts(list):
+        """Prompts after the first of which another encoder is trained."""
+
+        def __iter__(self):
+            yield self[0]
+            train(2)
+            yield self[1]
+
+    train(1)
+    with (
+        activate({"on_error": "raise", "plugins": {"short_prompts": {"least_tokens": 8}}}) as suite,
+        contextlib.closing(Llama(str(reference_model), n_ctx=16, verbose=False)) as llama,
+    ):
+        plugin = suite.plugin("short_prompts")
+        tokens = np.array(llama.tokenize(TEXT.encode()), np.int32)
+        scorer, found = shortened_prompts([0.7, 0.5], plugin, llama, [tokens] * 2)
+        assert scorer == plugin.scorer_identity(llama)
+        assert [len(parts) for parts in found] == [2, 2]
+        with pytest.raises(LlmaasError, match=r"or found meanwhile\. Run the command again"):
+            shortened_prompts([0.5], plugin, llama, Prompts([tokens] * 2))
 
 
 def test_encoders_that_no_model_uses_any_more_are_not_kept_in_memory(reference_model, train):
