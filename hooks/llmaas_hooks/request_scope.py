@@ -165,10 +165,12 @@ def checked_by(check: Callable[[], None]) -> Iterator[None]:
 
 
 def check() -> None:
-    """Return if the request goes on; plugins call this between the parts of long work for it.
+    """Raise if nobody waits for the request any more.
+
+    Plugins call this between the parts of long work for it.
 
     Raises:
-        BaseException: Whoever serves the request ends it.
+        BaseException: The exception with which the server ends the request.
     """
     if (found := _check.get()) is not None:
         found()

@@ -61,7 +61,7 @@ class Room(NamedTuple):
     Attributes:
         n_tokens: Tokens of the prompt.
         n_protected: Tokens of protected words.
-        n_frequent: Tokens of those of them of which texts may be full.
+        n_frequent: Tokens of protected words that are frequent (``Prompt.is_frequent``).
     """
 
     n_tokens: int

@@ -25,7 +25,7 @@ _FIM_MARKS = (
     llama_cpp.llama_vocab_fim_suf,
     llama_cpp.llama_vocab_fim_mid,
 )
-"""Functions that return the tokens before the text that precedes a gap, that follows it, and it."""
+"""Functions that return the marks of the prefix, the suffix and the gap."""
 _LIKE_A_MARK = re.compile(rb"<[|\xef][^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\]")
 """Marks of chat templates that some files list among the words, ``<|user|>`` for one."""
 _UNSPACED = re.compile(
