@@ -25,8 +25,7 @@ from llmaas_plugins.short_prompts.config import ShortPromptsConfig
 from llmaas_plugins.short_prompts.patterns import Pattern
 from llmaas_plugins.short_prompts.protection import PROTECTION, Protection, prompt_of
 from llmaas_plugins.short_prompts.report import Counts, report_of, text_left_out
-from llmaas_plugins.short_prompts.scorer import Prompt
-from llmaas_plugins.short_prompts.scorers import EVALUATING
+from llmaas_plugins.short_prompts.scorer import Prompt, Scorer
 from llmaas_plugins.short_prompts.vocabulary import vocabulary_of
 
 __all__ = ["ShortPrompts"]
@@ -104,7 +103,8 @@ class ShortPrompts:
             return None
         prompt, n_tokens = self._prompt(request), len(request.tokens)
         room = Room.of(prompt)
-        seconds = self._scorers.scorer_for(llama).seconds(n_tokens)
+        scorer = self._scorers.scorer_for(llama)
+        seconds = scorer.seconds(n_tokens)
         found: list[ShorterPrompt] = []
         for share in sorted(shares, reverse=True):
             n_budget = budget(prompt, share)
@@ -114,7 +114,7 @@ class ShortPrompts:
                 found.append(ShorterPrompt(share, n_left, before_s))
         if not found:
             return None
-        chosen_by = _as_evaluated(request, self._scorers.identity_for(llama))
+        chosen_by = _as_evaluated(request, scorer, self._scorers.identity_for(llama))
         return RequestCost(shorter=tuple(found), shorter_by=chosen_by)
 
     @hookimpl
@@ -172,7 +172,8 @@ class ShortPrompts:
 
     def _tell(self, request: Request, found: Shortened, share: float, seconds: float) -> None:
         """Count a shortened prompt, and report it to the one who made the request."""
-        scorer = _as_evaluated(request, self._scorers.name_for(request.engine.llama))
+        llama, scorers = request.engine.llama, self._scorers
+        scorer = _as_evaluated(request, scorers.scorer_for(llama), scorers.name_for(llama))
         report = {"scorer": scorer, **report_of(found, share, seconds)}
         with self._lock:
             self._counts.add(found, seconds)
@@ -185,10 +186,10 @@ class ShortPrompts:
             request.notes[_NAME] = {**report, "left_out": text_left_out(found)}
 
 
-def _as_evaluated(request: Request, scorer: str) -> str:
+def _as_evaluated(request: Request, scorer: Scorer, name: str) -> str:
     """Return a scorer's name, with the app's call that changed the model in its own context only.
 
     The context in which the scorer evaluates prompts knows no adapter that the app sets itself.
     """
     call = request.engine.alteration
-    return scorer if call is None or scorer not in EVALUATING else f"{scorer} without {call}"
+    return name if call is None or not scorer.uses_model else f"{name} without {call}"

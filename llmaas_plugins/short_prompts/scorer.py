@@ -40,6 +40,10 @@ class Prompt:
 class Scorer(Protocol):
     """Estimate of how much an answer needs each word."""
 
+    @property
+    def uses_model(self) -> bool:
+        """Whether the model itself evaluates the prompt for it, in a context of its own."""
+
     def scores(self, prompt: Prompt, llama: Any) -> NDArray[np.float32]:
         """Return a number for each word, shape ``(n_words,)``; words with large ones are kept.
 

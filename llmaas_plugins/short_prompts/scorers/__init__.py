@@ -10,10 +10,7 @@ from llmaas_plugins.short_prompts.scorers.attention import Attention
 from llmaas_plugins.short_prompts.scorers.positions import First, Last, Random
 from llmaas_plugins.short_prompts.scorers.self_information import SelfInformation
 
-__all__ = ["EVALUATING", "SCORERS"]
-
-EVALUATING = frozenset({"attention", "self_information"})
-"""Names of the scorers that evaluate a prompt with the model itself."""
+__all__ = ["SCORERS"]
 
 SCORERS: Mapping[str, Callable[[Mapping[int, NativeContext]], Scorer]] = {
     "attention": Attention,

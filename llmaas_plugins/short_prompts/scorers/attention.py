@@ -29,6 +29,8 @@ class Attention:
     which the engine sums up as it computes.
     """
 
+    uses_model = True
+
     def __init__(self, natives: Mapping[int, NativeContext]) -> None:
         """Take the contexts that the hook ``llmaas_native_context`` was given, by address."""
         self._natives = natives

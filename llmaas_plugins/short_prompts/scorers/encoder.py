@@ -39,6 +39,7 @@ class EncoderScorer(forks.Forked):
     ``n_threads_batch=1`` there, as the app's own model does (docs/explanation/engine.md, Forks).
     """
 
+    uses_model = False
     comes_first = True  # a prompt that is being scored may wait for the work of others
 
     def __init__(self, path: Path, n_threads: int = 0) -> None:

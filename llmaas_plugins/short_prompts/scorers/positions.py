@@ -16,6 +16,8 @@ __all__ = ["First", "Last", "Random"]
 class First:
     """Scorer that prefers the words at the beginning."""
 
+    uses_model = False
+
     def scores(self, prompt: Prompt, llama: Any) -> NDArray[np.float32]:  # noqa: ARG002
         """Return larger numbers for earlier words, shape ``(n_words,)``."""
         return -np.arange(len(prompt.words), dtype=np.float32)
@@ -28,6 +30,8 @@ class First:
 class Last:
     """Scorer that prefers the words at the end."""
 
+    uses_model = False
+
     def scores(self, prompt: Prompt, llama: Any) -> NDArray[np.float32]:  # noqa: ARG002
         """Return larger numbers for later words, shape ``(n_words,)``."""
         return np.arange(len(prompt.words), dtype=np.float32)
@@ -39,6 +43,8 @@ class Last:
 
 class Random:
     """Scorer that draws lots, the same ones for the same prompt."""
+
+    uses_model = False
 
     def scores(self, prompt: Prompt, llama: Any) -> NDArray[np.float32]:  # noqa: ARG002
         """Return random numbers from 0 to 1, shape ``(n_words,)``, drawn from the prompt's hash."""

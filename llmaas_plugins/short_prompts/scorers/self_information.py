@@ -21,6 +21,8 @@ __all__ = ["SelfInformation"]
 class SelfInformation:
     """Scorer that asks the model, at its narrowest level, how unlikely each word is."""
 
+    uses_model = True
+
     def __init__(self, natives: Mapping[int, NativeContext]) -> None:
         """Take the contexts that the hook ``llmaas_native_context`` was given, by address."""
         self._natives = natives

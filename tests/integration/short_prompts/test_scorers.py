@@ -16,11 +16,12 @@ from llmaas_hooks.request_scope import serving_context
 from llmaas_plugins import activate, elastic
 from llmaas_plugins.model.forward import log_softmax
 from llmaas_plugins.short_prompts.protection import prompt_of
-from llmaas_plugins.short_prompts.scorers import EVALUATING, SCORERS
+from llmaas_plugins.short_prompts.scorers import SCORERS
 from llmaas_plugins.short_prompts.vocabulary import vocabulary_of
 
 STORY = "The dog went out. It saw Anna near the sea, and she gave it 42 biscuits. " * 6
 PROMPT = f"User: {STORY}\nAssistant: So it did.\nUser: How many biscuits?\nAssistant:"
+EVALUATING = sorted(name for name, make in SCORERS.items() if make({}).uses_model)
 
 
 class Scoring:
@@ -98,7 +99,7 @@ def states(llama, plugin):
     )
 
 
-@pytest.mark.parametrize("name", sorted(EVALUATING))
+@pytest.mark.parametrize("name", EVALUATING)
 @pytest.mark.parametrize("share", [None, 0.3])
 def test_a_scored_request_leaves_no_trace(opened, name, share):
     """Logits, records, cells and the app's taps are those of a run without a scorer."""
@@ -110,7 +111,7 @@ def test_a_scored_request_leaves_no_trace(opened, name, share):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", sorted(EVALUATING))
+@pytest.mark.parametrize("name", EVALUATING)
 def test_stored_contexts_are_restored_as_without_a_scorer(opened, tmp_path, name):
     found = []
     for plugin in (Scoring(), Scoring(name)):
@@ -183,7 +184,7 @@ def test_the_apps_adapter_is_evaluated_too(opened, light_model, tmp_path):
     assert scores.sum() != pytest.approx(plain.sum(), rel=0.01)
 
 
-@pytest.mark.parametrize("name", sorted(EVALUATING))
+@pytest.mark.parametrize("name", EVALUATING)
 def test_a_request_that_ends_ends_its_evaluation(opened, monkeypatch, name):
     """Whoever serves the request is asked before each batch."""
     monkeypatch.setattr("llmaas_plugins.short_prompts.scorers.evaluation._MOST_BATCH", 16)
@@ -212,7 +213,7 @@ def test_long_prompts_are_evaluated_in_batches(opened, monkeypatch):
             np.testing.assert_allclose(found, expected, rtol=0.05, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(EVALUATING))
+@pytest.mark.parametrize("name", EVALUATING)
 def test_the_time_of_prompts_is_measured(opened, name):
     plugin = Scoring()
     with opened(plugin) as llama:
@@ -251,7 +252,7 @@ def test_models_without_attention_are_refused(opened):
             SCORERS["attention"](plugin.natives).scores(prompt, llama)
 
 
-@pytest.mark.parametrize("name", sorted(EVALUATING))
+@pytest.mark.parametrize("name", EVALUATING)
 def test_a_failed_evaluation_says_so_and_frees_its_context(opened, monkeypatch, name):
     plugin = Scoring()
     with opened(plugin) as llama, monkeypatch.context() as patch:
