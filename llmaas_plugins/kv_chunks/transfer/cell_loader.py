@@ -177,9 +177,7 @@ class CellLoader:
             return 0
         _native.blob_init(geometry, blob, range(kept, kept + n_cells))
         self._cells.truncate(kept)
-        row_addresses = self._cells.label_cells(
-            self._memory, blob, geometry.n_planes, is_first=not kept
-        )
+        row_addresses = self._cells.label_cells(self._memory, blob, geometry.n_planes, kept)
         if row_addresses is not None and _native.landings_fit(geometry, row_addresses, n_cells):
             load = ChunkLoad(self._store.reader, geometry, reads)
             n_sound = load_into_cells(load, chunks, row_addresses, self._workers.load)
@@ -224,8 +222,8 @@ class CellLoader:
         return end - n_over, n_loaded - n_over
 
     def _put(self, segment: CellSegment, end: int) -> bool:
-        put = self._cells.append if end else self._cells.replace
-        if put(segment.blob):
+        cells, blob = self._cells, segment.blob
+        if cells.append(blob, end) if end else cells.replace(blob):
             return True
         self._failures.failed("the engine refused stored cells; they are recomputed")
         return False

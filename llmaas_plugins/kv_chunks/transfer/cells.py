@@ -59,15 +59,19 @@ class KVCells:
         finally:
             self._clear_scratch()
 
-    def append(self, blob: NDArray[np.uint8]) -> bool:
+    def append(self, blob: NDArray[np.uint8], start: int) -> bool:
         """Load cells from a blob and give them to sequence 0; return False if the engine refuses.
 
         The cells also keep the scratch label until ``finish`` or the next ``append``, because
         loading into a sequence empties that sequence first.
+
+        Args:
+            blob: Blob to load.
+            start: Position of its first cell; cells before it stay as they are.
         """
         if not self._load(blob, SCRATCH_SEQUENCE):
             return False
-        llama_cpp.llama_memory_seq_cp(self._memory, SCRATCH_SEQUENCE, _APP, -1, -1)
+        llama_cpp.llama_memory_seq_cp(self._memory, SCRATCH_SEQUENCE, _APP, start, -1)
         return True
 
     def replace(self, blob: NDArray[np.uint8]) -> bool:
@@ -75,7 +79,7 @@ class KVCells:
         return self._load(blob, _APP)
 
     def label_cells(
-        self, memory: CellMemory, blob: NDArray[np.uint8], n_planes: int, *, is_first: bool
+        self, memory: CellMemory, blob: NDArray[np.uint8], n_planes: int, start: int
     ) -> NDArray[np.uint64] | None:
         """Label cells for a blob as ``replace`` or ``append`` would, but leave its rows unwritten.
 
@@ -83,18 +87,18 @@ class KVCells:
             memory: Memory of the cells.
             blob: Blob of which only the headers are read.
             n_planes: Number of K and V planes in the blob.
-            is_first: True to replace sequence 0, False to append to it.
+            start: Position of the blob's first cell; 0 to replace sequence 0.
 
         Returns:
             Addresses for the rows (``CellMemory.land``). None if the engine refuses or its free
             cells are too scattered; sequence 0 then ends where the blob begins.
         """
-        sequence = _APP if is_first else SCRATCH_SEQUENCE
+        sequence = SCRATCH_SEQUENCE if start else _APP
         row_addresses = memory.land(blob, sequence, n_planes)
         if row_addresses is None:
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-        elif not is_first:
-            llama_cpp.llama_memory_seq_cp(self._memory, SCRATCH_SEQUENCE, _APP, -1, -1)
+        elif start:
+            llama_cpp.llama_memory_seq_cp(self._memory, SCRATCH_SEQUENCE, _APP, start, -1)
             self._clear_scratch()
         return row_addresses
 

@@ -57,7 +57,7 @@ class Engine:
 
     def restore(self, *blobs):
         for blob in blobs:
-            assert self.cells.append(blob)
+            assert self.cells.append(blob, self.cells.end())
         self.cells.finish()
 
 

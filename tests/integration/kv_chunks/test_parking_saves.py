@@ -104,3 +104,24 @@ def test_a_range_of_a_context_is_read_in_the_engine_s_order(mixed):
     _native.blob_sort(geometry, blob, 32)
     assert _native.blob_positions(blob) == [*range(32, 64)]
     assert np.array_equal(by_position(blob), expected)
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_chunks_after_a_context_that_came_back_leave_its_label(make, suite, is_direct):
+    """They replace its last cells only, from the last whole chunk on."""
+    active = suite()
+    active.hooks.register("spare", Spare())
+    llama, long = make(), [*GROWN, *RNG.integers(300, 4000, 130).tolist()]
+    ask(llama, long, 1)
+    transfer = transfer_of(active)
+    if not is_direct:
+        transfer._loader._memory = None
+    ask(llama, LEFT, 1)
+    transfer._parking.clear_later()
+    for prompt in ([3, *LEFT[1:]], long[:100], [4, *LEFT[1:]], long):
+        ask(llama, prompt, 1)
+    (engine,) = active.plugin("kv_chunks")._transfers
+    stats = active.status()["plugins"]["kv_chunks"]
+    assert (stats["takes"], stats["restored_tokens"]) == (1, 100 + len(long))
+    memory = llama_cpp.llama_get_memory(llama.ctx)
+    assert llama_cpp.llama_memory_seq_pos_max(memory, engine.parked.current) == 95
