@@ -9,8 +9,8 @@ class ParkedSequences(set[int]):
     """Numbers of these sequences.
 
     One of them may label the first cells of sequence 0, and no others. If the context in sequence 0
-    is left, only its other cells must be labeled. That sequence takes no cells of its own: before
-    the host changes sequence 0 from a position on, it takes the label from there on.
+    is left, only its other cells must be labeled. The label adds no cells. Before the host changes
+    sequence 0 from a position on, it removes the label from the cells there.
 
     Attributes:
         current: The sequence whose cells are sequence 0's, too; None if there is none. The plugin
@@ -24,3 +24,8 @@ class ParkedSequences(set[int]):
     def others(self) -> set[int]:
         """Return the sequences that have cells of their own."""
         return self - {self.current}
+
+    def clear(self) -> None:
+        """Forget all sequences, whose cells are gone."""
+        super().clear()
+        self.current, self.n_current = None, 0

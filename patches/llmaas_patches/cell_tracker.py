@@ -27,6 +27,8 @@ __all__ = [
     "address",
 ]
 
+_APP = 0
+
 
 class Known(NamedTuple):
     """Facts about a saved state, with the same meaning as in ``CellTracker``.
@@ -189,10 +191,14 @@ class CellTracker:
             raise
 
     def changed(self, start: int | None) -> None:
-        """Record that cells of sequence 0 from position ``start`` on changed; None means none."""
+        """Record that the app's cells from position ``start`` on changed; None means none.
+
+        They are sequence 0's, but for a request whose cells are elsewhere (``Seats.sequence``).
+        """
         if start is None:
             return
-        if start < self.parked.n_current:
+        is_elsewhere = self.seats is not None and self.seats.sequence != _APP
+        if start < self.parked.n_current and not is_elsewhere:
             self._cut_current(max(start, 0))
         if start < self.n_explained:
             self.n_explained = max(start, 0)
@@ -311,7 +317,7 @@ class CellTracker:
         with self.lent():
             for sequence in tuple(self.parked):
                 llama_cpp.llama_memory_seq_rm(self.handles[-1], sequence, -1, -1)
-                self.parked.discard(sequence)  # last: Ctrl-C may come in between
+        self.parked.clear()  # last: Ctrl-C may come in between
 
     def give_up_own(self) -> None:
         """Free plugins' sequences in the app's own cells, which the app is about to use itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 
 import llama_cpp
@@ -245,6 +246,48 @@ def test_a_label_that_came_back_with_its_cells_goes_with_them(llama, parks):
     answer = ask(llama, [*PROMPT, *ENDINGS[0]], 2)[0]
     ask(llama, FOREIGN, 2)
     assert ask(llama, [*PROMPT, *ENDINGS[0]], 2)[0] == answer
+
+
+def test_a_label_alone_hides_nothing_from_a_clear(make, monkeypatch, patched):
+    """Vanilla's own call then empties all cells, as sequence 0 has them all."""
+    real, cleared = llama_cpp.llama_cpp.llama_memory_clear, []
+
+    @functools.wraps(real)
+    def llama_memory_clear(mem, data):
+        cleared.append(data)
+        real(mem, data)
+
+    for module in (llama_cpp, llama_cpp.llama_cpp):
+        monkeypatch.setattr(module, "llama_memory_clear", llama_memory_clear)
+    plugin = Parks(n_spare=0)
+    patched(parks=plugin)
+    llama = make(n_ctx=256)
+    ask(llama, PROMPT, 1)
+    plugin.parking.limit = 200
+    ask(llama, FOREIGN, 1)
+    llama._ctx.kv_cache_clear()
+    assert not cleared  # the other context stays
+    llama.reset()
+    plugin.parking.limit = 200
+    assert comes_back(llama, plugin)
+    assert plugin.engine.parked == {plugin.engine.parked.current}
+    llama._ctx.kv_cache_clear()
+    assert cleared == [True]
+    assert [positions(sequence(llama, number)) for number in (0, *plugin.engine.parked)] == [[], []]
+
+
+def cut_off_a_restore(_llama, engine):
+    engine.begin_restore()
+    engine.drop_half_restored()
+
+
+@pytest.mark.parametrize("give_up", [lambda llama, _: llama.save_state(), cut_off_a_restore])
+def test_given_up_cells_leave_no_label(llama, parks, give_up):
+    assert comes_back(llama, parks)
+    assert parks.engine.parked.current is not None
+    give_up(llama, parks.engine)
+    assert parks.engine.parked == set()
+    assert (parks.engine.parked.current, parks.engine.parked.n_current) == (None, 0)
 
 
 def test_cells_that_came_back_are_not_used_twice(make, patched):

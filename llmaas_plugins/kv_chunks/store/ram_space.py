@@ -94,7 +94,7 @@ class RamSpace:
     def lend(self, owner: Hashable, n_bytes: int) -> int:
         """Lend RAM-tier bytes to ``owner``, evicting chunks if needed; return the bytes lent."""
         self.remove_closed_owners()
-        if n_bytes == self._residency.lent(owner):  # as at most switches
+        if n_bytes == self._residency.lent(owner):  # true of most switches
             return n_bytes
         self.process.claim(n_bytes - self._residency.lent(owner))
         for flushed in (False, True):

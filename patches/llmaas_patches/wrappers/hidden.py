@@ -25,7 +25,7 @@ def around_clear(tracker: CellTracker, original: Function, args: tuple[Any, ...]
 
     Clearing all cells would also touch the memory of the cells that plugins added.
     """
-    if not (tracker.parked or tracker.n_spare):
+    if not (tracker.parked.others() or tracker.n_spare):
         return original(*args)
     sequence = _APP if tracker.seats is None else tracker.seats.sequence
     with tracker.lent():
