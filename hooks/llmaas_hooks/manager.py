@@ -19,7 +19,7 @@ from llmaas_hooks.drafts import Drafter, Guess
 from llmaas_hooks.errors import PluginError, UnmetBudgetError
 from llmaas_hooks.failures import Failures
 from llmaas_hooks.implementations import Implementation, running
-from llmaas_hooks.levels import Levels
+from llmaas_hooks.levels import NO_LEVELS, Levels
 from llmaas_hooks.markers import NAME
 from llmaas_hooks.memory import MemoryClaim
 from llmaas_hooks.native import NativeContext, TensorInfo, WeightClaim
@@ -201,8 +201,8 @@ class HookManager:
         """Fire ``llmaas_level``; return the first answers. ``may`` is passed to ``cost``."""
         cost = functools.partial(self.cost, request, **may)
         answers = self._call("llmaas_level", request=request, cost=cost).values()
-        levels = functools.reduce(Levels.over, answers, Levels())
-        return None if levels == Levels() else levels
+        levels = functools.reduce(Levels.over, answers, NO_LEVELS)
+        return None if levels == NO_LEVELS else levels
 
     def shorten(self, request: Request, share: float | None) -> Tokens | None:
         """Fire ``llmaas_shorten``; return the first answer."""

@@ -99,6 +99,11 @@ class LlamaEngine:
         return self._tracker.n_explained
 
     @property
+    def is_explained(self) -> bool:
+        """Whether the cells are known to hold all tokens of ``Llama``'s records."""
+        return bool(self.llama.n_tokens <= self._tracker.n_explained)
+
+    @property
     def resident_app(self) -> str | None:
         """App whose tokens ``resident_tokens`` are; None if it has no name."""
         return self._tracker.app
@@ -287,7 +292,7 @@ class LlamaEngine:
         ``Llama.generate`` drops cells before it records that. If Ctrl-C came in between, later
         requests would fail. Where the app has changed cells itself, the records stay.
         """
-        is_explained = self.llama.n_tokens <= self.n_explained
+        is_explained = self.is_explained
         try:
             yield
         except BaseException:

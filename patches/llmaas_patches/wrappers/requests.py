@@ -295,6 +295,8 @@ def _shortened(host: Host, end: End) -> Request:
 
 def _is_sound(engine: LlamaEngine, request: Request, *, resets: bool) -> bool:
     """Return whether the tokens of all cells that the request continues from are known."""
+    if engine.is_explained:
+        return True
     n_kept = _common(engine, request) if resets else len(engine.resident_tokens())
     if n_kept > engine.n_explained:
         engine.tell_unexplained()
