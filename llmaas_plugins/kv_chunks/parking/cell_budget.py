@@ -80,8 +80,9 @@ class ParkedCellBudget:
         """
         if self._memory is None:
             return False
-        growth = self._space.capacity // _GROWTH_DIVISOR
-        free_bytes = self._space.lendable(self._owner) - growth
+        lendable, capacity = self._space.lendable_and_capacity(self._owner)
+        growth = capacity // _GROWTH_DIVISOR
+        free_bytes = lendable - growth
         extra_bytes = max(0, self._memory.touched_bytes - self._app_cells * self._token_bytes)
         self._has_parked |= self._parking.n_cells > 0
         if (

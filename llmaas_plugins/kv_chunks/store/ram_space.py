@@ -39,8 +39,7 @@ class RamSpace:
     @property
     def capacity(self) -> int:
         """Bytes of the RAM tier that it has or gets within the memory limit of the process."""
-        mine = self._residency.ram.capacity - self.process.withheld_bytes
-        return max(0, mine + self.process.claimable())
+        return self._capacity(self.process.claimable())
 
     @property
     def buffer_bytes(self) -> int:
@@ -84,12 +83,17 @@ class RamSpace:
 
         The result is negative if the contexts in use do not all fit.
         """
+        return self.lendable_and_capacity(owner)[0]
+
+    def lendable_and_capacity(self, owner: Hashable) -> tuple[int, int]:
+        """Return ``lendable`` and ``capacity``; the memory limit is asked once for both."""
         self.remove_closed_owners()
         claimable = self.process.claimable()
         with self._residency.lock:
             ram = self._residency.ram
             usable = ram.usable_bytes + self._residency.lent(owner) + claimable
-            return usable - self.buffer_bytes - self._residency.active_bytes
+            lendable = usable - self.buffer_bytes - self._residency.active_bytes
+        return lendable, self._capacity(claimable)
 
     def lend(self, owner: Hashable, n_bytes: int) -> int:
         """Lend RAM-tier bytes to ``owner``, evicting chunks if needed; return the bytes lent."""
@@ -157,3 +161,7 @@ class RamSpace:
         if offset is None:
             self._residency.counters.no_room += 1
         return offset
+
+    def _capacity(self, claimable: int) -> int:
+        mine = self._residency.ram.capacity - self.process.withheld_bytes
+        return max(0, mine + claimable)

@@ -76,6 +76,7 @@ def test_the_tier_grows_by_what_it_is_granted(limit):
     store = ChunkStore(Budget(RAM), None)
     assert stats(store) == [0, 16, 4]
     assert store.space.lendable("cells") == 4 * PAGE
+    assert store.space.lendable_and_capacity("cells") == (4 * PAGE, store.space.capacity)
     put(store, GEOM, A)
     put(store, GEOM, B)
     assert stats(store) == [4, 12, 4]
