@@ -237,12 +237,13 @@ def _closest(siblings: Mapping[bytes, Chunk], piece: bytes) -> tuple[list[Chunk]
 
     The list is empty if no sibling shares a token.
     """
-    best: tuple[list[Chunk], int] = ([], 0)
+    best, n_best = list[Chunk](), 0
+    better = piece[:TOKEN_BYTES]
     for tokens, chunk in siblings.items():
-        n_common = _common_bytes(tokens, piece)
-        if n_common > best[1]:
-            best = ([chunk], n_common)
-    return best
+        if len(better) > n_best and tokens.startswith(better):
+            best, n_best = [chunk], _common_bytes(tokens, piece)
+            better = piece[: n_best + TOKEN_BYTES]
+    return best, n_best
 
 
 def _common_bytes(a: bytes, b: bytes) -> int:
