@@ -13,7 +13,7 @@ times do not reveal one app's tokens to another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -122,7 +122,7 @@ class ParkedContexts:
         self._contexts: list[_ParkedContext] = []  # least recently used first
         self._current: _ParkedContext | None = None  # resumed: sequence 0 begins with its cells
         self._is_expired = False
-        self._n_cells = 0
+        self._counted: tuple[list[_ParkedContext], int] = [], 0  # contexts, and their cells
         self._n_parked = self._n_resumed = self._n_resumed_tokens = self._n_freed = 0
 
     def switch(  # noqa: PLR0913  two contexts
@@ -181,8 +181,8 @@ class ParkedContexts:
         parked = self._contexts[-1]
         self._label(SCRATCH_SEQUENCE, parked.sequence, positions.start, positions.stop)
         self._drop(SCRATCH_SEQUENCE, 0)
-        parked.n_unused = len(positions)
-        self._n_cells += len(positions)
+        self._contexts[-1] = replace(parked, n_unused=len(positions))
+        self._count()
 
     def clear_later(self) -> None:
         """Make the next ``switch`` free all parked contexts first. Callable from any thread."""
@@ -194,7 +194,7 @@ class ParkedContexts:
         self._drop_current()
         for parked in tuple(self._contexts):
             self._remove(parked)
-        self._n_cells = 0
+        self._count()
 
     def n_parked(self, tokens: Tokens, root: bytes) -> int:
         """Return how many of the first tokens a parked context holds. Callable from any thread."""
@@ -204,7 +204,7 @@ class ParkedContexts:
     @property
     def n_cells(self) -> int:
         """Number of cells that parked contexts use."""
-        return self._n_cells if self._sequences else 0
+        return self._counted[1] if self._sequences else 0
 
     @property
     def n_given_up(self) -> int:
@@ -233,6 +233,8 @@ class ParkedContexts:
         """
         if len(tokens) < CHUNK_TOKENS or not self._has_cells(_APP_SEQUENCE, len(tokens)):
             return
+        nearest: _ParkedContext | None = None
+        n_shared = 0
         for parked in [p for p in self._contexts if p.root == root]:
             n = common_prefix(parked.tokens, tokens)
             if n == len(tokens):
@@ -240,11 +242,12 @@ class ParkedContexts:
                 return
             if n == len(parked.tokens):
                 self._remove(parked)
+            elif n > n_shared:
+                nearest, n_shared = parked, n
         n_labeled = self._n_labeled(tokens, root)
         sequence = self._take_label() if n_labeled else self._new_label()
         if sequence is None:  # an eviction was cut off; the next one is due
             return
-        nearest, n_shared = _nearest(self._contexts, tokens, root)
         attention = put_aside(len(tokens))
         if nearest is not None and n_shared > n_labeled:
             self._label(nearest.sequence, sequence, n_labeled, n_shared)
@@ -323,7 +326,7 @@ class ParkedContexts:
         if current is None or current.sequence != sequence or sequence not in self._sequences:
             self._set_current(None)
             return
-        n = llama_cpp.llama_memory_seq_pos_max(self._memory, current.sequence) + 1
+        n = self._end(current.sequence)
         current.tokens = current.tokens[:n]
         if not n:
             self._drop_current()
@@ -353,11 +356,14 @@ class ParkedContexts:
 
     def _count(self) -> int:
         """Count the cells in use; a cell that several contexts share counts once."""
+        contexts, n_cells = self._counted
+        if contexts == self._contexts:
+            return n_cells
         n_cells = 0
         for i, parked in enumerate(self._contexts):
             _, n_shared = _nearest(self._contexts[:i], parked.tokens, parked.root)
             n_cells += len(parked.tokens) - n_shared + parked.n_unused
-        self._n_cells = n_cells
+        self._counted = self._contexts.copy(), n_cells
         return n_cells
 
     def _forget_lost(self) -> None:
@@ -366,7 +372,7 @@ class ParkedContexts:
             parked
             for parked in self._contexts
             if parked.sequence in self._sequences
-            and self._has_cells(parked.sequence, len(parked.tokens))
+            and self._end(parked.sequence) >= len(parked.tokens)  # the host frees it as a whole
         ]
         self._n_freed += len(self._contexts) - len(kept)
         self._contexts = kept
@@ -378,12 +384,15 @@ class ParkedContexts:
 
     def _has_cells(self, sequence: int, n: int) -> bool:
         first = llama_cpp.llama_memory_seq_pos_min(self._memory, sequence)
-        return first == 0 and llama_cpp.llama_memory_seq_pos_max(self._memory, sequence) >= n - 1
+        return first == 0 and self._end(sequence) >= n
+
+    def _end(self, sequence: int) -> int:
+        return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def _label(self, source: int, target: int, start: int, end: int) -> None:
         if start < end:
             llama_cpp.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def _drop(self, sequence: int, start: int) -> None:
-        if llama_cpp.llama_memory_seq_pos_max(self._memory, sequence) >= start:  # else a slow walk
+        if self._end(sequence) > start:  # else a slow walk
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, start, _TO_END)
