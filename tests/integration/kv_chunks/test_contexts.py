@@ -41,6 +41,28 @@ def test_shared_prefix_is_stored_once(make, suite):
     llama.close()
 
 
+def n_working(suite, llama, prompt):
+    """Return the tokens in the working set while a prompt is answered."""
+    generator = llama.generate(prompt, temp=0.0)
+    next(generator)
+    (chunks,) = store_of(suite)._residency._working.values()
+    generator.close()
+    return sum(chunk.n_tokens for chunk in chunks)
+
+
+def test_the_chunks_of_the_running_context_leave_ram_last(make, suite):
+    """Whether the prompt begins with few of the context's tokens, with most, or is new."""
+    active = suite()
+    llama = make()
+    assert n_working(active, llama, CHAT) == 0
+    for n in (0, 3, 40):
+        assert n_working(active, llama, [*CHAT, *FOREIGN[:n]]) >= len(CHAT)
+    assert n_working(active, llama, MAIL) == len(SYSTEM)
+    llama.reset()
+    assert n_working(active, llama, [2, *FOREIGN[:4]]) == 0
+    llama.close()
+
+
 def test_deleted_context_frees_its_own_part_only(make, suite):
     active = suite()
     llama = make()
