@@ -167,14 +167,12 @@ class KnnLM:
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
         """Stop mixing; the device may be idle now."""
-        if (begun := self._interruptible.pop(id(request), None)) is not None:
-            begun[1].end()
-        if self._config.learn:
-            self._learner.request_ended(request)
-        if self._begun.get(request.engine.ctx) != id(request):
-            return  # it was interrupted or lay aside, and another request uses the engine
-        if (served := self._served.get(request.engine.ctx)) is not None:
-            served.mixer.end()
+        begun = self._interruptible.pop(id(request), None)
+        try:
+            if begun is not None:
+                begun[1].end()
+        finally:
+            self._end(request)
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
@@ -272,6 +270,15 @@ class KnnLM:
         root = self._evidence.root(digest, request.app, source.ranges, source.settings)
         return Judgment(request, look_back, source.mixture, self._evidence, root)
 
+    def _end(self, request: Request) -> None:
+        """Let the device count as idle, and stop mixing if no other request uses the engine."""
+        if self._config.learn:
+            self._learner.request_ended(request)
+        if self._begun.get(request.engine.ctx) != id(request):
+            return  # it was interrupted or lay aside, and another request uses the engine
+        if (served := self._served.get(request.engine.ctx)) is not None:
+            served.mixer.end()
+
     def _source_for(self, app: str | None, opened: Opened | None) -> MixSource | None:
         """Return the pairs that an app may use, or None if there are no such pairs."""
         if opened is None:
@@ -304,7 +311,7 @@ class KnnLM:
             try:
                 reason = (
                     self._unsupported.get(engine.ctx)
-                    or _alteration(engine)
+                    or (engine.alteration and f"the app called {engine.alteration}")
                     or self._prepare(engine)
                 )
             except StoreError as error:
@@ -386,8 +393,3 @@ class KnnLM:
         self._prepared.clear()
         if opened is not None:
             opened.datastore.close()
-
-
-def _alteration(engine: Engine) -> str | None:
-    """Return why the engine's hidden states differ from the model's own, or None."""
-    return engine.alteration and f"the app called {engine.alteration}"

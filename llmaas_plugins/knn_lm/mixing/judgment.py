@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +16,17 @@ from llmaas_plugins.knn_lm.mixing.evidence import ANY_OTHER, Evidence, Prefix
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 from llmaas_plugins.knn_lm.mixing.trust import UNJUDGED, PromptTrust, Trust, log_gain
 
-__all__ = ["Bets", "Judgment", "p_mix"]
+__all__ = ["Bets", "Judgment"]
 
-_VOTES = ("distances", "weights")
+_NO_TOKEN = -2
+"""Token number that no token and not ``ANY_OTHER`` has."""
 
 
 class Bets(NamedTuple):
-    """Prediction of a token that is not known yet.
+    """Predictions of a token by the neighbors and by the model.
 
     Attributes:
-        found: Neighbors of the hidden state.
+        found: Neighbors of the hidden state, at least one.
         logits: The model's logits of the neighbors' values.
         info: How certain the model was.
     """
@@ -34,6 +35,17 @@ class Bets(NamedTuple):
     logits: npt.NDArray[np.float32]
     info: LogitsInfo
 
+    @classmethod
+    def by(cls, found: Neighbors, logits: npt.NDArray[np.float32], info: LogitsInfo) -> Bets | None:
+        """Return the predictions, or None if no neighbor was found, as with an approximate index.
+
+        Args:
+            found: Neighbors of the hidden state.
+            logits: The model's logits of the neighbors' values.
+            info: How certain the model was.
+        """
+        return cls(found, logits, info) if len(found.values) else None
+
 
 class _Sampled(NamedTuple):
     """State from which a token of the answer was sampled.
@@ -41,7 +53,7 @@ class _Sampled(NamedTuple):
     Attributes:
         prefix: Name of the text up to the state's token.
         n_tokens: Tokens of that text.
-        bets: Predictions; None if the model was sure.
+        bets: Predictions; None if nothing was searched or found.
         next_token: Token that followed; None if it is not in the cells.
     """
 
@@ -94,15 +106,15 @@ class Judgment:
         """Set the gains that are remembered, once it is known that the cells hold the prompt."""
         if self._text is not None:
             return
-        self._text = Prefix(self._root)
+        self._text, evidence = Prefix(self._root), self._evidence
         for place in self._on_prompt.missing:
             prefix = self._prefixes[place] = self._text.upto(self._prompt[: place + 1])
             token = int(self._prompt[place + 1])
-            gain = None if self._evidence is None else self._evidence.gain(prefix, token)
+            gain = None if evidence is None else evidence.gain(prefix, token)
             if gain is not None:
-                self.learn(place, gain)
+                self._learn(place, gain)
 
-    def take(self, n_past: int, n_tokens: int, n_rows: int) -> list[tuple[int, int, int]]:
+    def take(self, n_past: int, n_tokens: int, n_rows: int) -> list[tuple[int, int]]:
         """Return what to judge in a batch of the prompt.
 
         Args:
@@ -111,23 +123,27 @@ class Judgment:
             n_rows: Rows of hidden states, for the batch's last tokens.
 
         Returns:
-            For each state: its place in the prompt, its row counted from the last, and the token
-            that followed.
+            For each state: its place in the prompt, and its row counted from the last.
         """
         places, last = self._on_prompt.take(n_past, n_tokens, n_rows), n_past + n_tokens - 1
-        return [(place, last - place, int(self._prompt[place + 1])) for place in places]
+        return [(place, last - place) for place in places]
 
-    def learn(self, place: int, gain: float) -> None:
-        """Set the gain of the token after a place in the prompt, or ``UNJUDGED``."""
-        self._on_prompt.learn(place, gain)
-        self._keep(self._prefixes[place], {int(self._prompt[place + 1]): gain})
+    def judge(self, place: int, bets: Bets | None) -> None:
+        """Judge the predictions of the token after a place in the prompt.
+
+        Args:
+            place: The place.
+            bets: The predictions; None if nothing was searched or found.
+        """
+        token = int(self._prompt[place + 1])
+        self._learn(place, UNJUDGED if bets is None else self._gains([bets], [token])[0])
 
     def sampled(self, tokens: Tokens, bets: Bets | None) -> None:
         """Note how the token after a text of prompt and answer is predicted.
 
         Args:
             tokens: The text.
-            bets: The predictions; None if the model is sure.
+            bets: The predictions; None if nothing was searched or found.
         """
         if self._text is None:
             return  # the prompt is not all that precedes the answer
@@ -165,6 +181,11 @@ class Judgment:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _learn(self, place: int, gain: float) -> None:
+        """Set the gain of the token after a place in the prompt, or ``UNJUDGED``."""
+        self._on_prompt.learn(place, gain)
+        self._keep(self._prefixes[place], {int(self._prompt[place + 1]): gain})
+
     def _keep_all(self, one: _Sampled) -> None:
         """Remember the gains of all tokens that may come next."""
         if one.bets is None:
@@ -181,10 +202,10 @@ class Judgment:
         """
         if not bets:
             return []
-        found = [one.found for one in bets]
-        distances, weights = (np.stack([getattr(one, x) for one in found]) for x in _VOTES)
-        hits = np.stack([one.values for one in found]) == np.array(tokens)[:, None]
-        logits = np.stack([one.logits for one in bets])[np.arange(len(bets)), hits.argmax(axis=1)]
+        hits = _rows([one.found.values for one in bets], _NO_TOKEN) == np.array(tokens)[:, None]
+        distances = _rows([one.found.distances for one in bets], np.inf)
+        weights = _rows([one.found.weights for one in bets], 1)
+        logits = _rows([one.logits for one in bets], 0)[np.arange(len(bets)), hits.argmax(axis=1)]
         sums = np.array([one.info.log_sum_exp for one in bets])
         p_lm = np.where(hits.any(axis=1), np.exp(logits - sums), 1.0).astype(np.float32)
         p_max = np.array([one.info.max_prob for one in bets], np.float32)
@@ -197,17 +218,9 @@ class Judgment:
             self._evidence.keep(prefix, gains, self._context_id)
 
 
-def p_mix(token: int, p_lm: float, p_max: float, found: Neighbors, mixture: Mixture) -> float:
-    """Return the mixture's probability of a token, with full trust.
-
-    Args:
-        token: The token.
-        p_lm: The model's probability of the token.
-        p_max: The model's largest probability.
-        found: Neighbors of the hidden state.
-        mixture: Parameters of the mixture.
-    """
-    hits = (found.values == token)[None]
-    each = (np.array([p], np.float32) for p in (p_lm, p_max))
-    p = mixture.probability(found.distances[None], hits, found.weights[None], *each)
-    return float(p[0])
+def _rows(parts: Sequence[npt.NDArray[Any]], filler: float) -> npt.NDArray[Any]:
+    """Return arrays as rows of one array, each filled up to the longest."""
+    rows = np.full((len(parts), max(map(len, parts))), filler, parts[0].dtype)
+    for row, part in zip(rows, parts, strict=True):
+        row[: len(part)] = part
+    return rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +19,8 @@ from llmaas_hooks.native import States
 from llmaas_plugins._native import logits_mix, logits_peek
 from llmaas_plugins.knn_lm.config import KnnLMConfig
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore, Neighbors
-from llmaas_plugins.knn_lm.mixing.judgment import Bets, Judgment, p_mix
+from llmaas_plugins.knn_lm.mixing.judgment import Bets, Judgment
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
-from llmaas_plugins.knn_lm.mixing.trust import UNJUDGED, log_gain
 
 __all__ = ["MixCounts", "MixSettings", "MixSource", "Mixer", "Mixing"]
 
@@ -154,11 +152,6 @@ class Mixer:
         self._edits.clear()
         self._former.clear()
 
-    @property
-    def mixing(self) -> Mixing:
-        """Datastore and judgment of the request in progress."""
-        return Mixing(self._source, self._judgment)
-
     def resume(self, mixing: Mixing) -> None:
         """Begin a request, or go on with it after other requests used the context.
 
@@ -196,15 +189,13 @@ class Mixer:
         if not self._has_keys_level:
             judgment.give_up()
         with self._unless_forgotten(self._source) as source:
-            for place, n_behind, token in judgment.take(n_past, n_tokens, len(self._rows)):
+            for place, n_behind in judgment.take(n_past, n_tokens, len(self._rows)):
                 logits = _logits(ctx, -1 - n_behind)
-                info = logits_peek(logits)
-                p_lm = math.exp(float(logits[token]) - info.log_sum_exp)
-                gain = UNJUDGED
-                if info.max_prob < source.settings.skip_above and p_lm > 0:
-                    found, mixture = source.search(self._rows[-1 - n_behind]), source.mixture
-                    gain = log_gain(p_mix(token, p_lm, info.max_prob, found, mixture), p_lm)
-                judgment.learn(place, gain)
+                info, bets = logits_peek(logits), None
+                if info.max_prob < source.settings.skip_above:
+                    found = source.search(self._rows[-1 - n_behind])
+                    bets = Bets.by(found, logits[found.values], info)
+                judgment.judge(place, bets)
 
     def restore(self, view: LogitsView) -> None:
         """Restore the model's own logits in a row that was mixed for an earlier request."""
@@ -249,7 +240,7 @@ class Mixer:
             edit = self._edits[n_behind] = _mix(view.logits, found, source.mixture, trust)
             self._counts.mixed += 1
             if judgment is not None:
-                bets = None if is_sure else Bets(found, edit.before, info)
+                bets = None if is_sure else Bets.by(found, edit.before, info)
                 judgment.sampled(tokens, bets)
         self._counts.search_s += time.perf_counter() - started
 

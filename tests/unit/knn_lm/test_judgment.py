@@ -11,7 +11,8 @@ import pytest
 from llmaas_plugins._native import logits_peek
 from llmaas_plugins.knn_lm.datastore.datastore import Neighbors
 from llmaas_plugins.knn_lm.mixing.evidence import Evidence
-from llmaas_plugins.knn_lm.mixing.judgment import Bets, Judgment, p_mix
+from llmaas_plugins.knn_lm.mixing.judgment import Bets, Judgment
+from llmaas_plugins.knn_lm.mixing.mixer import _mix
 from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 from llmaas_plugins.knn_lm.mixing.trust import Trust, log_gain
 
@@ -20,14 +21,14 @@ N_VOCAB, LOOK_BACK = 50, 8
 PROMPT = np.arange(12, dtype=np.int32)
 
 
-def row(seed):
+def row(seed, k=16):
     """Return random logits, and neighbors that name some tokens several times."""
     rng = np.random.default_rng(seed)
     found = Neighbors(
-        rng.integers(0, N_VOCAB // 2, 16).astype(np.int32),
-        rng.uniform(0, 200, 16).astype(np.float32),
-        rng.uniform(0.5, 9, 16).astype(np.float32),
-        np.arange(16, dtype=np.int32),
+        rng.integers(0, N_VOCAB // 2, 16).astype(np.int32)[:k],
+        rng.uniform(0, 200, 16).astype(np.float32)[:k],
+        rng.uniform(0.5, 9, 16).astype(np.float32)[:k],
+        np.arange(16, dtype=np.int32)[:k],
     )
     return rng.standard_normal(N_VOCAB).astype(np.float32) * 3, found
 
@@ -36,17 +37,20 @@ ANSWER = np.array([row(i)[1].values[0] if i % 3 else i for i in range(20)], np.i
 """Tokens of which neighbors name most."""
 
 
-def bets(seed):
-    logits, found = row(seed)
-    return Bets(found, logits[found.values], logits_peek(logits))
+def bets(seed, k=16):
+    logits, found = row(seed, k)
+    return Bets.by(found, logits[found.values], logits_peek(logits))
 
 
-def expected(seed, token):
-    """Return the gain of a token as the plugin judges it in a prompt."""
-    logits, found = row(seed)
-    info = logits_peek(logits)
-    p_lm = math.exp(float(logits[token]) - info.log_sum_exp)
-    return log_gain(p_mix(token, p_lm, info.max_prob, found, MIXTURE), p_lm)
+def expected(seed, token, k=16):
+    """Return the gain of a token by the logits before and after they are mixed."""
+    logits, found = row(seed, k)
+    mixed = logits.copy()
+    _mix(mixed, found, MIXTURE, trust=1.0)
+    p_mix, p_lm = (
+        math.exp(float(each[token]) - logits_peek(each).log_sum_exp) for each in (mixed, logits)
+    )
+    return log_gain(p_mix, p_lm)
 
 
 @pytest.fixture
@@ -64,11 +68,11 @@ def judging(tmp_path):
     return judge
 
 
-def answer(judgment, n_sampled, unsure=lambda _: True):
+def answer(judgment, n_sampled, unsure=lambda _: True, k=lambda _: 16):
     """Let the judgment see the answer's rows, each with its number as its seed."""
     text = np.concatenate([PROMPT, ANSWER])
     for i in range(n_sampled):
-        judgment.sampled(text[: len(PROMPT) + i], bets(i) if unsure(i) else None)
+        judgment.sampled(text[: len(PROMPT) + i], bets(i, k(i)) if unsure(i) else None)
     judgment.end()
     return text
 
@@ -127,7 +131,28 @@ def test_what_must_not_be_remembered_is_not(judging, why):
         judgment.forget("chat")
     else:
         judgment.give_up()
-    for place, _, _ in judgment.take(0, 12, 12):
-        judgment.learn(place, 0.5)
+    for place, _ in judgment.take(0, 12, 12):
+        judgment.judge(place, bets(place))
     answer(judgment, 20)
     assert len(judging.evidence) == 0
+
+
+def test_a_prompt_is_judged_by_its_rows(judging):
+    judgment = judging(np.concatenate([PROMPT, ANSWER]))
+    places = [place for place, _ in judgment.take(0, 32, 32)]
+    for place in places:
+        judgment.judge(place, bets(place - len(PROMPT) + 1) if place % 3 else None)
+    gains = [expected(i, ANSWER[i]) for i in range(13, 20) if (i + 11) % 3]
+    assert len(places) == 7
+    assert judgment.trust.weight == trust_of(gains)
+
+
+def test_an_index_may_find_fewer_neighbors_or_none(judging):
+    def k(i):
+        return 16 - 4 * (i % 5)
+
+    text = answer(judging(PROMPT), 20, k=k)
+    gains = [expected(i, ANSWER[i], k(i)) for i in range(13, 20) if k(i)]
+    later = judging(text)
+    assert later.trust.weight == trust_of(gains)
+    assert later.take(0, 32, 32) == []  # where none was found, nothing is to be judged either

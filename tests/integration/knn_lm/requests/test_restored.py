@@ -9,8 +9,9 @@ from datastores import QUESTIONS
 from mixed_requests import ONE_BY_ONE
 
 import llmaas_plugins
-from llmaas_hooks import hookimpl, serving_context
+from llmaas_hooks import PluginError, hookimpl, serving_context
 from llmaas_plugins.knn_lm.archive.files import EVIDENCE
+from llmaas_plugins.knn_lm.mixing.judgment import Judgment
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.service import LLMService, ServiceConfig
 
@@ -189,6 +190,21 @@ def test_a_request_in_an_erased_context_leaves_nothing(talking, store, texts):
             stream.close()
         assert talk.report()["remembered_gains"] == n_before
     assert b"context-one" not in (store / EVIDENCE).read_bytes()
+
+
+def test_a_request_whose_judgment_fails_at_the_end_has_ended(talking, texts, monkeypatch):
+    def fail(_):
+        raise ZeroDivisionError
+
+    with talking(restores=False, learn=True) as talk:
+        plugin = talk.suite.plugin("knn_lm")
+        with monkeypatch.context() as patch:
+            patch.setattr(Judgment, "end", fail)
+            with pytest.raises(PluginError):
+                talk.say(texts["first"], "one")
+            assert not plugin._learner._busy[int(talk.llama.ctx)]
+        assert talk.mixer._source is None
+        assert not plugin._interruptible
 
 
 def test_apps_do_not_learn_what_is_known_of_others_texts(talking, texts):

@@ -7,10 +7,13 @@ import contextlib
 import numpy as np
 import pytest
 from datastores import QUESTIONS
+from knn_stores import report
 from llama_cpp import llama_cpp
 from mixed_requests import ONE_BY_ONE, mixing_engine, said
 
 import llmaas_plugins
+from llmaas_plugins.knn_lm.mixing.judgment import Judgment
+from llmaas_plugins.knn_lm.mixing.trust import LEAST_GAIN
 
 
 def mixer_of(suite, llama):
@@ -87,6 +90,23 @@ class TestTrust:
                 assert (n_loaded > 0) == (turn > 0)
         assert len(texts) == 1
 
+    def test_an_approximate_index_finds_different_numbers_of_neighbors(
+        self, make, mixing, monkeypatch
+    ):
+        pytest.importorskip("faiss")
+        numbers, sampled = set(), Judgment.sampled
+
+        def count(judgment, tokens, bets):
+            numbers.add(0 if bets is None else len(bets.found.values))
+            sampled(judgment, tokens, bets)
+
+        monkeypatch.setattr(Judgment, "sampled", count)
+        with mixing(look_back=32, index="faiss", k=100) as suite, contextlib.closing(make()) as one:
+            weights = {self.weight(suite, one, self.KNOWN, n=24) for _ in range(2)}
+            assert report(suite)["remembered_gains"] > 32
+        assert len(numbers) > 1
+        assert len(weights) == 1
+
     def test_a_request_that_goes_on_without_its_beginning_has_the_prior(self, make, mixing):
         with mixing(look_back=32) as suite, contextlib.closing(make()) as llama:
             tokens = llama.tokenize(self.KNOWN.encode(), special=True)
@@ -96,7 +116,7 @@ class TestTrust:
             assert mixer_of(suite, llama)._judgment.trust.weight == pytest.approx(0.25)
 
     def test_nothing_is_searched_for_a_text_that_it_does_not_know(self, make, mixing, monkeypatch):
-        monkeypatch.setattr("llmaas_plugins.knn_lm.mixing.mixer.p_mix", lambda *_: 1e-6)
+        monkeypatch.setattr(Judgment, "_gains", lambda _, bets, __: [LEAST_GAIN] * len(bets))
         with mixing(look_back=32) as suite, contextlib.closing(make()) as llama:
             tokens = llama.generate(llama.tokenize(QUESTIONS[2].encode()), temp=0.0)
             next(tokens)
