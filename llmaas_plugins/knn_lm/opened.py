@@ -52,6 +52,10 @@ class Opened:
         """Pairs that are searched."""
         return self.source.datastore
 
+    def is_on_disk(self, digest: bytes) -> bool:
+        """Return whether the datastore has this digest, and is still the one at its path."""
+        return self.datastore.digest == digest and self.datastore.is_current()
+
     @property
     def settings(self) -> MixSettings:
         """How the pairs are mixed in."""

@@ -119,12 +119,7 @@ class KnnLM:
     @hookimpl
     def llmaas_request_begin(self, request: Request) -> None:
         """Open the datastore on disk if it is new, and prepare mixing for it."""
-        engine = request.engine
-        self._begun[engine.ctx] = id(request)
-        if self._config.learn:
-            self._learner.request_began(request)
-        if self._config.mix:
-            self._serve_if_changed(engine)
+        self._begin(request)
         self._mix(request)
 
     @hookimpl
@@ -141,37 +136,29 @@ class KnnLM:
         A datastore that was judged on the prompt keeps its weight. If another one replaced it, that
         one serves the rest of the request.
         """
+        self._begin(request)
         before = self._interruptible.get(id(request))
-        self.llmaas_request_begin(request)
-        if before is None:
-            return
-        served, mixing, n_outputs = before
-        if served is self._served.get(request.engine.ctx):
-            served.mixer.resume(mixing)
-            self._interruptible[id(request)] = before
-        request.engine.n_outputs = 1 if n_generated else n_outputs
+        self._go_on(request)
+        if before is not None:
+            request.engine.n_outputs = 1 if n_generated else before[2]
 
     @hookimpl
     def llmaas_request_switch(self, request: Request) -> None:
         """Mix for a request that lay aside, from the same datastore, or from what replaced it."""
-        engine = request.engine
+        engine, n_outputs = request.engine, request.engine.n_outputs
         self._begun[engine.ctx] = id(request)
-        served, before = self._served.get(engine.ctx), self._interruptible.get(id(request))
-        if served is not None and before is not None and before[0] is served:
-            served.mixer.resume(before[1])
-        elif served is not None:
-            n_outputs = engine.n_outputs
-            self._mix(request)
-            engine.n_outputs = n_outputs
+        self._go_on(request)
+        engine.n_outputs = n_outputs
 
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
         """Stop mixing; the device may be idle now."""
-        begun = self._interruptible.pop(id(request), None)
+        begun = self._interruptible.get(id(request))
         try:
             if begun is not None:
-                begun[1].end()
+                begun[1].end()  # while ``llmaas_kv_evict`` can still find it
         finally:
+            self._interruptible.pop(id(request), None)
             self._end(request)
 
     @hookimpl
@@ -246,6 +233,23 @@ class KnnLM:
 
     # -- internals ------------------------------------------------------------------------------
 
+    def _begin(self, request: Request) -> None:
+        """Let the device count as busy, and serve the request's engine if it can be served."""
+        engine = request.engine
+        self._begun[engine.ctx] = id(request)
+        if self._config.learn:
+            self._learner.request_began(request)
+        if self._config.mix:
+            self._serve_if_changed(engine)
+
+    def _go_on(self, request: Request) -> None:
+        """Mix as before in a request, or from what replaced its datastore."""
+        before = self._interruptible.get(id(request))
+        if before is not None and before[0] is self._served.get(request.engine.ctx):
+            before[0].mixer.resume(before[1])
+        else:
+            self._mix(request)
+
     def _mix(self, request: Request) -> None:
         """Mix the datastore in that the request's app may use, from now on."""
         engine = request.engine
@@ -266,9 +270,9 @@ class KnnLM:
     def _judgment(self, request: Request, source: MixSource, look_back: int) -> Judgment:
         """Return the judgment of a datastore in a request that begins."""
         digest = source.datastore.digest
-        self._evidence.bind(digest)
+        evidence = self._evidence if self._evidence.bind(digest) else None
         root = self._evidence.root(digest, request.app, source.ranges, source.settings)
-        return Judgment(request, look_back, source.mixture, self._evidence, root)
+        return Judgment(request, look_back, source.mixture, digest, evidence, root)
 
     def _end(self, request: Request) -> None:
         """Let the device count as idle, and stop mixing if no other request uses the engine."""
@@ -379,8 +383,8 @@ class KnnLM:
 
     def _save_evidence(self) -> None:
         """Write what was remembered, unless the datastore that it is about is gone."""
-        if self._opened is not None and self._is_current():
-            self._evidence.save()
+        if (opened := self._opened) is not None:
+            self._evidence.save(opened.is_on_disk)
 
     def _drop(self, ctx: int) -> None:
         if (served := self._served.pop(ctx, None)) is not None:

@@ -27,6 +27,7 @@ from llmaas_plugins.knn_lm.build.inbox import forget_waiting
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore.file import erase_leftovers
 from llmaas_plugins.knn_lm.datastore.summary import read_summary
+from llmaas_plugins.knn_lm.mixing.evidence_file import EvidenceFile
 
 __all__ = ["ForgetResult", "forget_all", "forget_conversations"]
 
@@ -54,7 +55,9 @@ def forget_conversations(
     """Erase conversations from the archive, the selected datastore and the inbox.
 
     First the ids are added to the ``SuppressionList``. Selected pairs are erased before the
-    archive's, so that an interrupted call can be repeated.
+    archive's, so that an interrupted call can be repeated. Between both, the file is erased that
+    tells how well the old pairs predicted: a process that is about to write it looks first whether
+    those are still there.
 
     Args:
         archive: Archive that is open for writing.
@@ -82,12 +85,13 @@ def forget_conversations(
         n_waiting = forget_waiting(directory, is_gone)
         suppressed.add(waiting)
         erase_leftovers(path)
-        if FILES.is_regular(directory / EVIDENCE):
-            retire(directory / EVIDENCE)  # it tells how well the old pairs predicted
     except OSError as error:
         raise _failed(directory, error) from error
     if os.path.lexists(path):
         n_selected = Datastore.without(path, [id_.hex() for id_ in ids])
+    with EvidenceFile.locked(directory / EVIDENCE) as evidence:
+        if evidence is not None:
+            evidence.erase()
     erased = archive.forget(ids)
     freed = before - _n_bytes(directory)
     return ForgetResult(erased.n_conversations + n_waiting, erased.n_pairs, n_selected, freed)
@@ -104,7 +108,9 @@ def forget_all(directory: Path) -> ForgetResult:
     try:
         before, counted = _n_bytes(directory), _count(directory)
         for path in _own_files(directory):
-            retire(path)
+            is_shared = path.name == EVIDENCE  # whoever writes it has looked for the datastore
+            with EvidenceFile.locked(path) if is_shared else contextlib.nullcontext():
+                retire(path)
         return ForgetResult(*counted, before - _n_bytes(directory))
     except OSError as error:
         raise _failed(directory, error) from error

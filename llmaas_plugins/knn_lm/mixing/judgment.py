@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmaas_hooks import Request, Tokens
+from llmaas_hooks import Request, Tokens, forks
 from llmaas_plugins._native import LogitsInfo
 from llmaas_plugins.knn_lm.datastore.datastore import Neighbors
 from llmaas_plugins.knn_lm.mixing.evidence import ANY_OTHER, Evidence, Prefix
@@ -66,12 +66,13 @@ class _Sampled(NamedTuple):
 class Judgment:
     """Trust in the datastore for one request, with the gains that are remembered for later ones."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  what is judged, by what, and where it is remembered
         self,
         request: Request,
         look_back: int,
         mixture: Mixture,
-        evidence: Evidence,
+        datastore: bytes,
+        evidence: Evidence | None,
         root: bytes,
     ) -> None:
         """Start without gains.
@@ -80,13 +81,15 @@ class Judgment:
             request: The request.
             look_back: Number of the prompt's last tokens on which the datastore is judged.
             mixture: Parameters of the mixture.
-            evidence: Gains of earlier requests.
+            datastore: Digest of the datastore.
+            evidence: Gains of earlier requests; None if they cannot be used.
             root: Hash of what the gains depend on beside the tokens.
         """
         prompt = self._prompt = request.tokens
         self._mixture = mixture
         self._on_prompt = PromptTrust(prompt, look_back)
-        self._evidence: Evidence | None = evidence
+        self._datastore, self._evidence = datastore, evidence
+        self._keeping = forks.lock()
         self._root, self._context_id = root, request.context_id
         self._text: Prefix | None = None
         self._prefixes: dict[int, bytes] = {}
@@ -175,9 +178,13 @@ class Judgment:
         self._answer.clear()
 
     def forget(self, context_id: str) -> None:
-        """Remember nothing more if the request is in this persistent context, which is erased."""
+        """Remember nothing more if the request is in this persistent context, which is erased.
+
+        Another thread may be about to remember gains; when this method returns, it has done so.
+        """
         if context_id == self._context_id:
-            self._evidence = None
+            with self._keeping:
+                self._evidence = None
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -214,8 +221,9 @@ class Judgment:
         return [log_gain(mixed, alone) if alone else UNJUDGED for mixed, alone in both]
 
     def _keep(self, prefix: bytes, gains: Mapping[int, float]) -> None:
-        if self._evidence is not None:
-            self._evidence.keep(prefix, gains, self._context_id)
+        with self._keeping:
+            if self._evidence is not None:
+                self._evidence.keep(self._datastore, prefix, gains, self._context_id)
 
 
 def _rows(parts: Sequence[npt.NDArray[Any]], filler: float) -> npt.NDArray[Any]:

@@ -14,8 +14,13 @@ from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.cli.interrupts import Stopped
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.knn_lm.archive.archive import Archive
+from llmaas_plugins.knn_lm.archive.files import EVIDENCE, SELECTED
 from llmaas_plugins.knn_lm.build.inbox import remember, waiting_files
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore.summary import read_summary
+from llmaas_plugins.knn_lm.mixing import evidence_file
+from llmaas_plugins.knn_lm.mixing.evidence import Evidence
+from llmaas_plugins.knn_lm.mixing.evidence_file import EvidenceFile
 
 GONE = [record(1), record(3, n_tokens=40)]
 WAITS = record(4)
@@ -118,6 +123,46 @@ def test_killed_while_a_chat_was_being_remembered(store, tmp_path):
     for left in copies:
         assert forget(left) == 0
         assert not found_in(left, one)
+
+
+def test_gains_that_a_process_writes_meanwhile_are_erased(store, monkeypatch):
+    """They tell how well the pairs that are forgotten predicted."""
+    digests, without = [], Datastore.without
+
+    def save():
+        opened = Datastore.open(store / SELECTED, None)
+        digests.append(opened.digest)
+        evidence = Evidence(store / EVIDENCE)
+        assert evidence.bind(digests[0])
+        evidence.keep(digests[0], bytes(16), {1: 0.5}, None)
+        evidence.save(lambda digest: digest == opened.digest)
+        opened.close()
+
+    def without_in_the_middle(*args):
+        save()
+        assert digests[0] in (store / EVIDENCE).read_bytes()
+        removed = without(*args)
+        save()
+        return removed
+
+    monkeypatch.setattr(Datastore, "without", staticmethod(without_in_the_middle))
+    assert forget(store) == 0
+    save()
+    assert len(set(digests)) == 2
+    assert (store / EVIDENCE).read_bytes() == b""
+
+
+@pytest.mark.parametrize("what", [["--app", "mail"], ["--all"]])
+def test_gains_are_erased_when_no_process_is_writing_them(store, what, monkeypatch, capsys):
+    (store / EVIDENCE).write_bytes(b"gains")
+    monkeypatch.setattr(evidence_file, "_LOCK_S", 0.05)
+    forgetting = ["datastore", "forget", "--store", str(store), *what]
+    with EvidenceFile.locked(store / EVIDENCE):
+        assert main(forgetting) != 0
+    assert "evidence is in use by another process" in capsys.readouterr().err
+    assert (store / EVIDENCE).read_bytes() == b"gains"
+    assert main(forgetting) == 0
+    assert not (store / EVIDENCE).exists() or (store / EVIDENCE).read_bytes() == b""
 
 
 def test_what_is_being_written_by_others_meanwhile_stays(store):

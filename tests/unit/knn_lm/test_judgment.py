@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 from llmaas_plugins.knn_lm.mixing.trust import Trust, log_gain
 
 MIXTURE = Mixture(alpha=0.7, beta=0.25, theta=40.0, far=120.0)
+DATASTORE = b"d" * 32
 N_VOCAB, LOOK_BACK = 50, 8
 PROMPT = np.arange(12, dtype=np.int32)
 
@@ -57,10 +59,11 @@ def expected(seed, token, k=16):
 def judging(tmp_path):
     """Return a function from a prompt to its judgment, which remembers earlier ones."""
     evidence = Evidence(tmp_path / "evidence")
+    evidence.bind(DATASTORE)
 
     def judge(prompt, context_id=None):
         request = SimpleNamespace(tokens=prompt, context_id=context_id)
-        judgment = Judgment(request, LOOK_BACK, MIXTURE, evidence, bytes(32))
+        judgment = Judgment(request, LOOK_BACK, MIXTURE, DATASTORE, evidence, bytes(32))
         judgment.recall()
         return judgment
 
@@ -156,3 +159,28 @@ def test_an_index_may_find_fewer_neighbors_or_none(judging):
     later = judging(text)
     assert later.trust.weight == trust_of(gains)
     assert later.take(0, 32, 32) == []  # where none was found, nothing is to be judged either
+
+
+def test_an_erasure_waits_for_gains_that_are_being_remembered(judging, monkeypatch):
+    """Otherwise they would come back after the erasure."""
+    evidence, judgment = judging.evidence, judging(PROMPT, "chat")
+    is_keeping, is_erased, keep = threading.Event(), threading.Event(), evidence.keep
+
+    def keep_late(*args):
+        is_keeping.set()
+        is_erased.wait(0.2)
+        keep(*args)
+
+    def erase():
+        assert is_keeping.wait(10)
+        judgment.forget("chat")
+        evidence.forget("chat")
+        is_erased.set()
+
+    monkeypatch.setattr(evidence, "keep", keep_late)
+    thread = threading.Thread(target=erase)
+    thread.start()
+    answer(judgment, 3)
+    thread.join()
+    assert is_erased.is_set()
+    assert len(evidence) == 0

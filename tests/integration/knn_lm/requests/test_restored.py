@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 from datastores import QUESTIONS
@@ -192,6 +193,26 @@ def test_a_request_in_an_erased_context_leaves_nothing(talking, store, texts):
     assert b"context-one" not in (store / EVIDENCE).read_bytes()
 
 
+def test_a_request_that_ends_while_its_context_is_erased_leaves_nothing(
+    talking, store, texts, monkeypatch
+):
+    end = Judgment.end
+
+    def end_late(judgment):
+        """End after another thread erased the context."""
+        erasing = threading.Thread(target=plugin.llmaas_kv_evict, args=("context-one",))
+        erasing.start()
+        erasing.join()
+        end(judgment)
+
+    with talking(restores=False) as talk:
+        plugin = talk.suite.plugin("knn_lm")
+        monkeypatch.setattr(Judgment, "end", end_late)
+        talk.say(texts["first"], "context-one")
+        assert talk.report()["remembered_gains"] == 0
+    assert not (store / EVIDENCE).exists()
+
+
 def test_a_request_whose_judgment_fails_at_the_end_has_ended(talking, texts, monkeypatch):
     def fail(_):
         raise ZeroDivisionError
@@ -205,6 +226,30 @@ def test_a_request_whose_judgment_fails_at_the_end_has_ended(talking, texts, mon
             assert not plugin._learner._busy[int(talk.llama.ctx)]
         assert talk.mixer._source is None
         assert not plugin._interruptible
+
+
+def test_gains_of_forgotten_pairs_are_not_written(talking, store, pairs, texts):
+    with talking(restores=False) as talk:
+        talk.say(texts["first"], "context-one")
+        pairs.write(store, rows=pairs.origins[:, 0] != 2)  # as `llmaas datastore forget` does
+        with llmaas_plugins.without("knn_lm"):
+            next(talk.llama.generate(texts["other"], temp=0.0))
+        assert talk.report()["pairs"] < len(pairs.values)  # the new ones are open
+    assert not (store / EVIDENCE).exists()
+
+
+def test_a_request_that_began_before_pairs_were_forgotten_leaves_nothing(
+    talking, make, pairs, store, texts
+):
+    with talking(restores=False) as talk, contextlib.closing(make(**ONE_BY_ONE)) as other:
+        stream = other.generate(texts["first"], temp=0.0)
+        next(stream)
+        pairs.write(store, rows=pairs.origins[:, 0] != 2)
+        talk.say(texts["other"], n=1)
+        n_before = talk.report()["remembered_gains"]
+        next(stream)
+        stream.close()
+        assert talk.report()["remembered_gains"] == n_before > 0
 
 
 def test_apps_do_not_learn_what_is_known_of_others_texts(talking, texts):
