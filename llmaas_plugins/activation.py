@@ -131,7 +131,7 @@ class Suite:
         return self._installed.n_said(llama)
 
     def evict(self, context_id: str) -> int:
-        """Delete a persistent context's KV cache from every tier; return the bytes freed.
+        """Erase all that plugins keep of a persistent context; return the bytes of KV freed.
 
         Nothing is stored of requests that are still open in the context.
 

@@ -348,7 +348,7 @@ def llmaas_kv_save(request: Request, tokens: Tokens, is_over: bool) -> None:
 
 @hookspec
 def llmaas_kv_evict(context_id: str) -> int:
-    """Delete a persistent context from every storage tier.
+    """Erase all that is kept of a persistent context, such as its KV cache in every tier.
 
     When: the context was deleted. Thread: any. Cost: milliseconds.
     Returns: bytes of KV cache that were freed; bytes that other contexts share stay.

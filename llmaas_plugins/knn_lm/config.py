@@ -21,7 +21,8 @@ class KnnLMConfig(BaseModel):
     store: Path = Field(
         default=Path("~/.cache/llmaas/knn"),
         description="Directory of the datastore: the archive of past chats, and the pairs selected "
-        "from it. It holds one model's data, and one process writes to it at a time.",
+        "from it. It holds one model's data. Several processes may answer with it; one at a time "
+        "may add chats or select pairs.",
     )
     key: Literal["ffn_input", "final_norm"] = Field(
         default="ffn_input",

@@ -160,7 +160,7 @@ class CallQueue(forks.Forked):
             return Reply(text, finish_reason, n_tokens, n_left_out, first_token_s, total_s, notes)
 
     def forget(self, context_ids: Sequence[str]) -> int:
-        """Erase contexts that were deleted from the log: their KV in every tier, then their texts.
+        """Erase contexts that were deleted from the log: all that plugins keep, then their texts.
 
         A call that still runs in one of them erases it again at its end.
 

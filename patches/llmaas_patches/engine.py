@@ -30,7 +30,8 @@ class LlamaEngine:
         load: How its model was opened; None if it was opened before the activation.
         can_drop_tokens: Whether the last few tokens can be removed.
         needs_all_logits: Whether the running completion reads the logits of its whole prompt.
-        n_outputs: Number of last prompt tokens that give logits and states in this request.
+        n_outputs: Number of last prompt tokens that give logits and states in this request, if they
+            are evaluated.
         n_said: Tokens in ``Llama``'s records of the running or last request, without those that a
             draft model only proposed.
         app_drafts: Whether the app set a draft model of its own.
@@ -140,7 +141,7 @@ class LlamaEngine:
         return self._tracker.is_warming_up
 
     def first_output(self, n_prompt: int) -> int | None:
-        """Return the first prompt token that gives logits; None if only the last one does."""
+        """Return the first prompt token that gives logits if evaluated; None for only the last."""
         return None if self.n_outputs <= 1 else max(0, n_prompt - self.n_outputs)
 
     @contextmanager

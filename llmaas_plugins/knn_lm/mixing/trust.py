@@ -75,8 +75,9 @@ def log_gain(p_mix: float, p_lm: float) -> float:
 class PromptTrust:
     """Trust from the last tokens of one prompt, as they are evaluated or remembered.
 
-    The trust depends only on these tokens and the datastore. It does not depend on the division
-    into batches or on whose cells precede the tokens. Tokens whose gain is not known are left out.
+    As long as all gains are known, the trust depends only on these tokens and the datastore. It
+    does not depend on the division into batches or on whose cells precede the tokens. Tokens whose
+    gain is not known are left out.
     """
 
     def __init__(self, text: Tokens, look_back: int) -> None:

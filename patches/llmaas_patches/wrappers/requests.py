@@ -201,8 +201,8 @@ def _begin(host: Host, end: End) -> tuple[int | None, Turns | None]:
     """Begin a request, and restore cells.
 
     Returns:
-        First token that must give logits, or None if only the last one must; and the request's
-        turns, or None if it keeps its engine to the end.
+        First token that must give logits if it is evaluated, or None if only the last one must; and
+        the request's turns, or None if it keeps its engine to the end.
     """
     engine, run = end.engine, end.run
     end.is_begun = True
