@@ -1,4 +1,4 @@
-"""The level of a streamed model that drafts, and the memory that it takes.
+"""The level of a streamed model that drafts.
 
 Contexts of a model share the level, because they share its weights.
 """
@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmaas_hooks import FileWeights, MemoryClaim, forks
+from llmaas_hooks import FileWeights, forks
 from llmaas_plugins.elastic.draft_worth import Phase, Trust, Worth
-from llmaas_plugins.memory.division import STEP
-from llmaas_plugins.memory.recent import TIME_S, RecentSums
+from llmaas_plugins.elastic.level_memory import LevelMemory
 
 __all__ = ["LevelDrafts"]
 
 _SPARE = 0.02
-"""Share of a level's bytes that must be left for it to be chosen, but not for it to stay."""
+"""Share of a level's bytes that must be left of the weights' memory for the level to be chosen, but
+not for it to stay."""
 _NO_ROOM = "the narrowest level takes {} MiB, but {} MiB of weights may be kept"
 
 
@@ -58,7 +58,9 @@ class LevelDrafts:
         proposed: Tokens proposed so far.
         accepted: Proposed tokens that the whole model kept.
         passes: Drafts so far.
+        memory: Memory of the level, as a claim.
         lock: Lock of the drafts: several contexts may use them, each on a thread of its own.
+            Whoever holds it may wait for a batch of another context.
     """
 
     levels: Sequence[float]
@@ -68,31 +70,29 @@ class LevelDrafts:
     proposed: int = 0
     accepted: int = 0
     passes: int = 0
+    memory: LevelMemory = field(default_factory=LevelMemory)
     lock: Any = field(default_factory=forks.lock)
-    _kept: int | None = -1  # level that memory keeps first; -1: a context that is gone chose it
+    _kept: int | None = -1  # kept first; -1: unknown, maybe one that an earlier context chose
     _sizes: dict[int, int] = field(default_factory=dict)
     _waits: _Waits = field(default_factory=_Waits)
-    _said: RecentSums = field(default_factory=lambda: RecentSums(1))
-    _paid: tuple[int, float] | None = None  # bytes of the level that pays, and seconds a token
-    _allowed: int | None = None  # bytes that other memory leaves to a level; None: not divided
+    _allowed: int | None = None  # bytes that other memory left to a level at the last token
 
     def prepare(self, weights: FileWeights) -> int | None:
         """Keep a level first while drafts are made, else none; return the level that drafts.
 
         The call may wait for the batch that is being evaluated.
         """
-        if self.worth.phase is not Phase.DRAFTING:
-            self._keep(weights, None)
-            return None
-        room = weights.stats()["room_bytes"]
-        if self._allowed is not None:
-            room = min(room, self._allowed)
-        self.obstacle = None
-        level = self.worth.choose(self._fitting(weights, room))
+        allowed, before = self.memory.allowed, self._allowed
+        self._allowed = allowed
+        if allowed and allowed != before and self.obstacle is not None:
+            self.worth.measure()
+        level = None
+        if self.worth.phase is Phase.DRAFTING:
+            self.obstacle = None
+            level = self.worth.choose(self._fitting(weights, allowed))
         self._keep(weights, level)
-        if level is not None:
-            self._size(weights, level)
-            self._allowed = None  # it has its memory, and takes more only from other weights
+        size = 0 if level is None else self._size(weights, level)
+        self.memory.takes(size, size * self._waits.byte_s, allowed)
         return level
 
     def begin(self) -> None:
@@ -101,9 +101,11 @@ class LevelDrafts:
 
     def passed(self, weights: FileWeights, n_tokens: int, seconds: Mapping[int, float]) -> None:
         """Record tokens that were said without a draft."""
-        self._said.add(0, n_tokens)
+        self.memory.said(n_tokens)
         if self.worth.phase is Phase.MEASURING:
             self._waits.saw(n_tokens, weights.stats())
+        else:
+            self._waits.restart()
         self.worth.passed(n_tokens, seconds)
 
     def drafted(self, level: int, n_kept: int, owns: Sequence[float], seconds: float) -> None:
@@ -118,43 +120,17 @@ class LevelDrafts:
         self.passes += 1
         self.proposed += len(owns)
         self.accepted += n_kept
-        self._said.add(0, n_kept + 1)
+        self.memory.said(n_kept + 1)
+        self._waits.restart()
         self.trusts[level].saw(owns, n_kept)
         if level != self.worth.level:  # another context of the model has tried the next one
             return
         self.worth.drafted(n_kept + 1, seconds)
         if self.worth.saved_s is not None:
             size = self._sizes[level]
-            self._paid = size, self.worth.saved_s + size * self._waits.byte_s
-        elif self.worth.phase is Phase.RESTING:  # it does not pay, whatever memory there is
-            self._paid = self._allowed = None
-
-    def claim(self) -> MemoryClaim | None:
-        """Return the claim of the level's memory; None if no level drafts, or could and would pay.
-
-        The memory is part of the weights', which make room for others as a whole.
-        """
-        with self.lock:
-            level, paid, allowed = self.worth.level, self._paid, self._allowed
-            size = self._sizes[level] if level is not None else paid[0] if paid is not None else 0
-            a_second = float(self._said.now()[0]) / TIME_S
-        if not size:
-            return None
-        most = -(-size // STEP) * STEP
-        points: tuple[tuple[int, float], ...] = ()
-        if paid is not None and paid[0] == size:
-            points = ((0, 0.0), (most - 1, 0.0), (most, max(0.0, paid[1] * a_second)))
-        if allowed is None:
-            allowed = 0 if level is None else most
-        return MemoryClaim(
-            "level that drafts",
-            min(allowed, most),
-            most,
-            points,
-            self._allow,
-            taken=0 if level is None else size,
-            why="its drafts let a pass through all weights give several tokens",
-        )
+            self.memory.pays(size, self.worth.saved_s + size * self._waits.byte_s)
+        elif self.worth.phase is Phase.RESTING:
+            self.memory.pays_not()
 
     def report(self) -> dict[str, Any]:
         """Return the level, whether drafts pay, and the counts."""
@@ -171,21 +147,22 @@ class LevelDrafts:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _allow(self, n_bytes: int) -> None:
-        """Let levels of up to ``n_bytes`` draft, from the next token on."""
-        with self.lock:
-            self._allowed = n_bytes
-            if n_bytes and self.obstacle is not None:
-                self.worth.measure()
+    def _fitting(self, weights: FileWeights, allowed: int | None) -> range:
+        """Return the narrow levels that fit; the present one needs no spare memory.
 
-    def _fitting(self, weights: FileWeights, room: int) -> range:
-        """Return the narrow levels that fit into ``room`` bytes; the present one needs no spare."""
+        Args:
+            weights: Weights of the model.
+            allowed: Most bytes of a level; None if only the weights' memory limits it.
+        """
+        room = weights.stats()["room_bytes"]
+        most = room if allowed is None else allowed
         for level in range(1, len(self.levels)):
             spare = 0 if level == self.worth.level else _SPARE
-            if self._size(weights, level) * (1 + spare) <= room:
+            size = self._size(weights, level)
+            if size <= most and size * (1 + spare) <= room:
                 return range(level, len(self.levels))
         smallest = min(self._sizes.values(), default=0)
-        self.obstacle = _NO_ROOM.format(smallest >> 20, room >> 20)
+        self.obstacle = _NO_ROOM.format(smallest >> 20, min(room, most) >> 20)
         return range(0)
 
     def _size(self, weights: FileWeights, level: int) -> int:

@@ -282,7 +282,7 @@ class ElasticModels:
             drafts = list(self._drafts.values())
         why = "they bring narrow levels nearer to the whole model"
         adapters = [MemoryClaim.reserved("adapters", n_bytes, why)] if n_bytes else []
-        return adapters + [claim for one in drafts if (claim := one.claim()) is not None]
+        return adapters + [claim for one in drafts if (claim := one.memory.claim()) is not None]
 
     @hookimpl
     def llmaas_status(self) -> dict[str, Any]:
