@@ -53,7 +53,7 @@ class Limit(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that this keeper itself holds, more or less of them at any time."""
+        """Bytes of memory that this keeper itself holds, which may change at any time."""
 
     def room(self) -> int | None:
         """Return the bytes that users may still take, or None if there is no limit now."""
@@ -187,7 +187,8 @@ def release(n_bytes: int) -> int:
 class _Reservation:
     """User whose memory is promised to work that is going on, as far as it did not take it yet.
 
-    Memory that others take or give back meanwhile does not count as the work's.
+    Memory that limits and users take or give back meanwhile does not count as the work's. All other
+    growth of the process does.
     """
 
     held_bytes = releasable_bytes = 0
