@@ -92,7 +92,7 @@ class LevelDrafts:
             level = self.worth.choose(self._fitting(weights, allowed))
         self._keep(weights, level)
         size = 0 if level is None else self._size(weights, level)
-        self.memory.takes(size, size * self._waits.byte_s, allowed)
+        self.memory.takes(size, self._waits.byte_s, allowed)
         return level
 
     def begin(self) -> None:
@@ -120,15 +120,14 @@ class LevelDrafts:
         self.passes += 1
         self.proposed += len(owns)
         self.accepted += n_kept
-        self.memory.said(n_kept + 1)
+        self.memory.said(n_kept + 1, n_drafted=n_kept)
         self._waits.restart()
         self.trusts[level].saw(owns, n_kept)
         if level != self.worth.level:  # another context of the model has tried the next one
             return
         self.worth.drafted(n_kept + 1, seconds)
         if self.worth.saved_s is not None:
-            size = self._sizes[level]
-            self.memory.pays(size, self.worth.saved_s + size * self._waits.byte_s)
+            self.memory.pays(self._sizes[level], self.worth.saved_s)
         elif self.worth.phase is Phase.RESTING:
             self.memory.pays_not()
 

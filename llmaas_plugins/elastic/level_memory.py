@@ -8,6 +8,7 @@ from llmaas_plugins.memory.recent import TIME_S, RecentSums
 
 __all__ = ["LevelMemory"]
 
+_SAID, _PASSED = range(2)
 _LEAST_S = 1e-9
 """Least seconds a second of a claim: with 0, the division would take its worth for unknown."""
 
@@ -21,9 +22,9 @@ class LevelMemory:
     def __init__(self) -> None:
         """Start without a level."""
         self._lock = forks.lock()
-        self._said = RecentSums(1)
+        self._sums = RecentSums(2)
         self._taken = 0
-        self._others_s = 0.0
+        self._byte_s = 0.0
         self._paid: tuple[int, float] | None = None  # bytes of the level, and seconds a token
         self._allowed: int | None = None
 
@@ -33,21 +34,27 @@ class LevelMemory:
         with self._lock:
             return self._allowed
 
-    def said(self, n_tokens: int) -> None:
-        """Record tokens that were said, with or without drafts."""
+    def passed(self) -> None:
+        """Record a pass through the weights: a batch of a prompt or of an answer."""
         with self._lock:
-            self._said.add(0, n_tokens)
+            self._sums.add(_PASSED, 1)
 
-    def takes(self, n_bytes: int, others_s: float, allowed: int | None) -> None:
+    def said(self, n_tokens: int, *, n_drafted: int = 0) -> None:
+        """Record tokens that were said; a level's draft has spared ``n_drafted`` of them a pass."""
+        with self._lock:
+            self._sums.add(_SAID, n_tokens)
+            self._sums.add(_PASSED, n_drafted)
+
+    def takes(self, n_bytes: int, byte_s: float, allowed: int | None) -> None:
         """Record the memory of the level that drafts now; 0 bytes if none does.
 
         Args:
             n_bytes: Bytes of the level.
-            others_s: Seconds a token that other weights would save in this memory.
+            byte_s: Seconds to wait for each byte that memory does not keep, in a pass.
             allowed: ``allowed`` when the level was chosen.
         """
         with self._lock:
-            self._taken, self._others_s = n_bytes, others_s
+            self._taken, self._byte_s = n_bytes, byte_s
             is_settled = n_bytes > 0 or self._paid is None  # it has its memory, or asks for none
             if is_settled and self._allowed == allowed:
                 self._allowed = None
@@ -68,18 +75,16 @@ class LevelMemory:
         The memory is part of the weights', which make room for others as a whole.
         """
         with self._lock:
-            taken, others_s, paid, allowed = self._taken, self._others_s, self._paid, self._allowed
-            a_second = float(self._said.now()[0]) / TIME_S
+            taken, byte_s, paid, allowed = self._taken, self._byte_s, self._paid, self._allowed
+            said, passed = (self._sums.now() / TIME_S).tolist()
         size = taken or (0 if paid is None else paid[0])
         if not size:
             return None
         most = -(-size // STEP) * STEP
-        points = [(0, 0.0)]
+        points, saved_s = [(0, 0.0)], size * byte_s * passed  # as other weights would save there
         if paid is not None and paid[0] == size:
             points.append((most - 1, 0.0))
-            saved_s = paid[1] * a_second
-        else:  # the level is tried, maybe for ever: its memory is worth what other weights save
-            saved_s = others_s * a_second
+            saved_s += paid[1] * said
         points.append((most, max(_LEAST_S, saved_s)))
         if allowed is None:
             allowed = most if taken else 0

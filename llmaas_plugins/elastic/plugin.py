@@ -191,12 +191,15 @@ class ElasticModels:
         """Let a narrow level draft for the whole model, if weights are read from a file."""
         with self._lock:
             context = self._contexts.get(request.engine.ctx)
-            if context is None or not self._config.drafts or "elastic" in request.declined:
-                return None
-            levels = context.model.levels
-            drafts = self._drafts.setdefault(context.native.model, LevelDrafts(levels))
+        if context is None or not self._config.drafts or "elastic" in request.declined:
+            return None
         if context.native.file_weights().stats()["bytes"] == 0:
             return None
+        with self._lock:
+            if self._contexts.get(request.engine.ctx) is not context:  # freed meanwhile
+                return None
+            made = LevelDrafts(context.model.levels)
+            drafts = self._drafts.setdefault(context.native.model, made)
         return LevelDrafter(context, drafts, guess)
 
     @hookimpl
@@ -255,12 +258,15 @@ class ElasticModels:
 
     @hookimpl
     def llmaas_decode(self, step: DecodeStep) -> None:
-        """Count the tokens evaluated at each level."""
+        """Count the tokens evaluated at each level, and the passes through streamed weights."""
         context = self._contexts.get(step.ctx)
         if context is not None:
             with self._lock:
                 context.evaluated = context.level
                 self._n_tokens[context.level] += step.n_tokens
+                drafts = self._drafts.get(context.native.model)
+            if drafts is not None:
+                drafts.memory.passed()
 
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:

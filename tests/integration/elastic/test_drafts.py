@@ -17,6 +17,7 @@ from llmaas_hooks import PluginError, hookimpl, serving_context
 from llmaas_plugins import activate, elastic, without
 from llmaas_plugins.elastic import draft_worth
 from llmaas_plugins.elastic.drafting import MOST, LevelDrafter
+from llmaas_plugins.memory import recent
 
 N = 60
 PROMPT = "User: I want to fly to Rome next Monday.\nAssistant:"
@@ -95,6 +96,18 @@ def test_the_text_is_the_same_in_fewer_passes(model, alone):
         assert (level["bytes"], level["kind"]) == (n_bytes, "movable")
         assert streamer.stats["kept_bytes"] < streamer.stats["bytes"]
         assert suite.status()["errors"] == {}
+
+
+def test_the_level_tried_is_worth_the_waits_of_all_passes_without_drafts(model, monkeypatch):
+    time_s = recent.TIME_S
+    monkeypatch.setattr(recent, "TIME_S", 1e9)  # nothing counts less because it is older
+    with streaming(model) as (llama, suite, _):
+        passes = Passes(llama)
+        say(llama)
+        (found,) = suite.plugin("elastic")._drafts.values()
+        claim, n_passes = found.memory.claim(), passes.n + drafts(suite)["accepted"]
+        saved_s = claim.taken * found._waits.byte_s * n_passes / time_s
+        assert claim.saved == ((0, 0.0), (claim.most, pytest.approx(saved_s, rel=1e-3)))
 
 
 def test_sampling_with_a_seed_gives_the_same_tokens(model):
