@@ -317,6 +317,8 @@ class Admission:
             need_s = max(times.least_first_s - used_s, 0)
             limit_s = self._estimates.limit_s(call.app, "ttft", call.promise.ttft)
             due = None if limit_s is None else call.came_s + limit_s
+            if due is not None and due < now_s + need_s:
+                due = None  # no order keeps it, so it holds up nobody
         else:
             n_left = call.promise.n_ahead(call.n_generated)
             need_s = n_left * (call.token_s(used_s) or times.token_s)

@@ -78,6 +78,20 @@ def test_calls_with_promises_go_before_others(admit):
     run(story)
 
 
+def test_a_call_that_is_late_in_any_case_holds_up_nobody(admit):
+    async def story():
+        admission = admit()
+        first = admission.enter("mail", LATER)
+        hopeless = admission.enter("mail", Promise(Limit(FIRST_S / 2)))
+        possible = admission.enter("mail", Promise(Limit(5.0)))
+        admission.leave(first)
+        assert admission.running is possible
+        admission.leave(possible)
+        assert admission.running is hopeless
+
+    run(story)
+
+
 def test_a_call_that_cannot_wait_interrupts_one_that_can(admit):
     async def story():
         admission = admit()
