@@ -50,7 +50,7 @@ WITHOUT = {
 }
 """Steps whose failure is no failure of the command, and what follows from it."""
 
-N_REQUESTS = 256
+N_REQUESTS = 128
 """Prompts of the first outcome table; the one that follows has as many as the command's default."""
 _LENGTHS = (32, 64, 128, 256, 512)
 _RECOVERED = 4e13
