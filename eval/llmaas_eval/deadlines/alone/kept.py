@@ -10,5 +10,12 @@ from llmaas_eval.tables import Maker
 __all__ = ["TABLES"]
 
 TABLES: Mapping[str, Maker] = {
-    name: report.TABLES[name] for name in ("alone-apps", "alone-answer-time", "alone-ways")
+    name: report.TABLES[name]
+    for name in (
+        "alone-apps",
+        "alone-answer-time",
+        "alone-memory",
+        "alone-switching",
+        "alone-ways",
+    )
 }
