@@ -161,6 +161,7 @@ class ParkedContexts:
             best = None
         if best is not None:
             self._touch(best)
+        n_shared = 0 if best is None else min(n_common, self._n_labeled(resident, root))
         n_least = 1 if is_interrupted else CHUNK_TOKENS
         is_wanted = is_interrupted or not self._only_interrupted
         if is_wanted and len(resident) - n_common >= n_least and len(resident) <= self.limit:
@@ -168,7 +169,7 @@ class ParkedContexts:
         resumed = None
         if best is not None:
             self._drop_current()
-            resumed = self._resume(best, n_best)
+            resumed = self._resume(best, n_best, n_shared)  # those cells are in both
         self._evict_over_limit()
         return resumed
 
@@ -258,15 +259,15 @@ class ParkedContexts:
         self._contexts.append(_ParkedContext(sequence, tokens, attention, root))
         self._n_parked += 1
 
-    def _resume(self, parked: _ParkedContext, n: int) -> ResumedContext:
-        """Replace sequence 0 by the first ``n`` cells of a parked context.
+    def _resume(self, parked: _ParkedContext, n: int, n_there: int) -> ResumedContext:
+        """Replace sequence 0, but for ``n_there`` cells, by the first ``n`` of a parked context.
 
         The context stays parked, with what was counted of its attention, if the prompt leaves at
         least a chunk of it unused.
         """
         attention = parked.attention
-        self._drop(_APP_SEQUENCE, 0)
-        self._label(parked.sequence, _APP_SEQUENCE, 0, n)
+        self._drop(_APP_SEQUENCE, n_there)
+        self._label(parked.sequence, _APP_SEQUENCE, n_there, n)
         if len(parked.tokens) - n < CHUNK_TOKENS:
             self._keep_label(parked, n)
         elif attention is not None:

@@ -164,6 +164,19 @@ def test_a_common_beginning_is_there_once(app):
     assert n_used == len(SYSTEM) + len(A) + len(B) + len(C)
 
 
+def test_contexts_that_begin_alike_in_turn(app):
+    """The cells of their beginning stay in sequence 0, whichever of them it holds."""
+    talks = [tokens(SYSTEM, each) for each in (A[:50], B[:60])]
+    for talk in talks:
+        app.ask(talk)
+    for i in (0, 1, 0, 1):
+        talks[i] = tokens(talks[i], piece(5))
+        app.ask(talks[i])
+        app.check()
+        assert len(app.cells()) == sum(map(len, talks)) - len(SYSTEM)
+    assert app.parking.stats()["takes"] == 4
+
+
 def test_equal_beginnings_that_were_evaluated_apart_become_one(app):
     """Asked for the same tokens again, Llama evaluates the last one into a cell of its own."""
     app.ask(tokens(SYSTEM, A))
