@@ -26,7 +26,7 @@ REPORTS = (
     "llmaas_eval.scratch.report",
     "llmaas_eval.division.report",
     "llmaas_eval.drafts.report",
-    "llmaas_eval.deadlines.report",
+    "llmaas_eval.deadlines.kept",
     "llmaas_eval.deadlines.certificate_report",
     "llmaas_eval.deadlines.loaded.kept",
     "llmaas_eval.deadlines.alone.kept",
