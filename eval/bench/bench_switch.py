@@ -25,7 +25,7 @@ from llmaas_plugins import activate
 
 N_NEW, N_ROUNDS = 4, 40
 """Tokens that a call adds, and rounds of calls."""
-N_CTX = 4096
+N_CTX = 4608
 PAUSE_S = 0.02
 """Time between calls, in which nothing is left to do behind the last one."""
 
