@@ -21,10 +21,9 @@ __all__ = ["SHAPES", "Setting", "Study"]
 
 SHAPES = {"tiny": SHAPE_TINY, "200m": SHAPE_200M, "1b": SHAPE_1B}
 _LEAST_RAM = 24 << 20
-"""Bytes of transfer buffers, which every division needs."""
+"""Bytes that fixed divisions leave to contexts and transfer buffers at least."""
 _ARENA = 32 << 20
 """Bytes that streamed weights pass through."""
-_SLACK = 32 << 20
 _CELL_VALUES, _VALUE_BYTES = 2, 2
 
 
@@ -87,13 +86,16 @@ class Study:
         return WORKLOADS[name](rng, self._setting.n_contexts, self._setting.n_turns)
 
     def _base(self) -> dict[str, Any]:
-        """Return the bytes of the process without weights and without contexts in RAM."""
+        """Return the bytes of a streaming process without weights and without contexts in RAM.
+
+        The process that is measured has cells and transfer buffers, but no arena: its model fits
+        into memory, so llama.cpp holds it.
+        """
         config = self._config(8 << 30, None)
         found = self._run(config, [Turn(0, 64, 4)])
         contexts = found["status"]["kv_chunks"]["ram_bytes"]
-        cells = self._cell_bytes() * self._n_ctx
         rest = found["peak_bytes"] - self._weights() - contexts
-        return {"bytes": rest + cells + _ARENA + _LEAST_RAM + _SLACK}
+        return {"bytes": rest + _ARENA}
 
     def _weights(self) -> int:
         return self._model.stat().st_size

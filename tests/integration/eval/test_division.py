@@ -7,10 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from llmaas_eval.division import worker
+from llmaas_eval.division import study, worker
 from llmaas_eval.division.cli import main
 from llmaas_eval.division.report import TABLES
 from llmaas_eval.division.workloads import WORKLOADS
+from llmaas_plugins.process_memory import SPARE_BYTES
+
+NOISE_BYTES = 8 << 20
+"""More than the peaks of two equal runs differ by."""
 
 
 @pytest.mark.slow
@@ -25,6 +29,8 @@ def test_a_run_is_kept_and_shown(disk, tmp_path, capsys, monkeypatch):
     assert len(ours["turn_s"]) == len(fixed["turn_s"]) == 4 + 4 + 1
     assert ours["status"]["memory"]["budget"] == ours["budget"]
     assert ours["peak_bytes"] <= ours["budget"]
+    # Nothing streams this model, and nothing else is left over.
+    assert ours["budget"] - ours["peak_bytes"] < study._ARENA + SPARE_BYTES + NOISE_BYTES
     monkeypatch.setattr(worker, "_run", None)
     assert main(command) == 0  # nothing is run again
     assert json.loads(capsys.readouterr().out)["rows"] == document["rows"]
