@@ -75,7 +75,7 @@ class OneContext(System):
         self._tool.truncate(n_tokens)
 
     def _append(self, context: int, blob: NDArray[np.uint8]) -> None:
-        if not self._tool.append(blob):
+        if not self._tool.append(blob, self._tool.end()):
             raise RuntimeError(f"llama.cpp refused {blob.nbytes} bytes of cells")
 
     def _grown(self, step: Step) -> None:
