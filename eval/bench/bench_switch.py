@@ -23,9 +23,9 @@ from llmaas_eval.stats import median_interval
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
 
-N_NEW, N_ROUNDS = 4, 40
+N_NEW, N_ROUNDS = 16, 40
 """Tokens that a call adds, and rounds of calls."""
-N_CTX = 4608
+N_CTX = 5632
 PAUSE_S = 0.02
 """Time between calls, in which nothing is left to do behind the last one."""
 

@@ -186,9 +186,6 @@ class Transfer:
         present = self._make_place(prompt, resident, root, resident_root)
         n_taken, n_present = present.n_taken, present.n_taken or present.n_common
         self._wanted = range(n_present // CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
-        n_resident = len(resident) if app == resident_app else 0
-        if n_taken is None and _goes_on(n_present, n_resident, len(prompt)):
-            return None
         match = self._store.match(root, prompt)
         is_open = self._loader.open(root)
         self._store.lock_working_set(self._owner, match.path)
@@ -364,12 +361,3 @@ def _is_worth_loading(match: PrefixMatch, n_present: int) -> bool:
     lossy codec would change what every other token sees of it.
     """
     return match.n_tokens - n_present >= _LEAST_GAIN
-
-
-def _goes_on(n_common: int, n_resident: int, n_prompt: int) -> bool:
-    """Return whether a prompt adds a few tokens to a saved context in sequence 0.
-
-    Then no load is worth while, and the engine's working set is this context's chunks already.
-    """
-    is_saved = n_resident >= CHUNK_TOKENS
-    return is_saved and n_common == n_resident and n_prompt - n_common < _LEAST_GAIN
