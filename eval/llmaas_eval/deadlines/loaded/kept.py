@@ -12,4 +12,9 @@ __all__ = ["TABLES"]
 TABLES: Mapping[str, Maker] = {
     name: report.TABLES[name]
     for name in ("deadlines-loaded", "deadlines-rates", "deadlines-quality")
-} | {"deadlines-loaded-1b": report.TABLES["deadlines-loaded"]}
+} | {
+    "deadlines-loaded-1b": report.TABLES["deadlines-loaded"],
+    "deadlines-loaded-cold": report.TABLES["deadlines-loaded"],
+    "deadlines-quality-cold": report.TABLES["deadlines-quality"],
+    "deadlines-shortened": report.TABLES["deadlines-shortened"],
+}
