@@ -32,6 +32,7 @@ REPORTS = (
     "llmaas_eval.deadlines.alone.kept",
     "llmaas_eval.tasks.report",
     "llmaas_eval.prompts.narrow_tables",
+    "llmaas_eval.prompts.decision_tables",
     "llmaas_eval.prompts.gap_tables",
     "llmaas_eval.prompts.short_tables",
     "llmaas_eval.pareto.report",
