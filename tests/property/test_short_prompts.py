@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llama_cpp import Llama
 
-from llmaas_plugins.short_prompts.budget import budget, n_read, shorten
+from llmaas_plugins.short_prompts.budget import Room, budget, shorten
 from llmaas_plugins.short_prompts.protection import prompt_of
 from llmaas_plugins.short_prompts.vocabulary import vocabulary_of
 from llmaas_plugins.short_prompts.words import divide
@@ -51,7 +51,8 @@ def test_budgets_hold_and_nothing_protected_is_lost(llama, text, share, seed):
         left = sizes[~found.is_kept]
         assert most - left.min(initial=LONGEST_WORD) < len(found.tokens) <= most or not len(left)
     assert len(found.tokens) + found.n_left_out == len(tokens)
-    assert n_read(prompt, most) - LONGEST_WORD < len(found.tokens) <= n_read(prompt, most)
+    n_read = Room.of(prompt).n_read(most)
+    assert n_read - LONGEST_WORD < len(found.tokens) <= n_read
     again = shorten(prompt, scores, most)
     assert again.tokens.tolist() == found.tokens.tolist()
 

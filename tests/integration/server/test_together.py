@@ -122,6 +122,7 @@ def test_grammars_and_samplers_are_those_of_each_call(tmp_path):
         assert batches(server)[0] > 0
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves(tmp_path):
     with together(tmp_path) as server:
         alone = completion_text(server, GREEDY | {"prompt": PROMPTS[0]})
@@ -219,6 +220,7 @@ def test_calls_with_promises_go_first(tmp_path):
         assert batches(server)[0] == n_batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tpot", "shares"), [("9 s", True), ("1 ms", False)])
 def test_calls_with_promises_share_batches_that_keep_them(tmp_path, tpot, shares):
     config = CONFIG.format(most=4, codec="int8", parked=0, timeout_s=30)
