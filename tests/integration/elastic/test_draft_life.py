@@ -17,8 +17,9 @@ from streaming import Streamer
 
 from llmaas_hooks import hookimpl
 from llmaas_plugins import activate
-from llmaas_plugins.elastic import draft_worth
 from llmaas_plugins.elastic.drafting import LevelDrafter
+
+pytestmark = pytest.mark.usefixtures("drafts_always")
 
 N = 40
 PROMPT = "User: I want to fly to Rome next Monday.\nAssistant:"
@@ -26,15 +27,6 @@ OTHER = "User: What is the weather like?\nAssistant:"
 SETTINGS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "n_ubatch": 1}
 KEPT = 7 << 20
 """Bytes in which a level fits, but not the whole model."""
-
-
-@pytest.fixture(autouse=True)
-def always(monkeypatch):
-    """Draft whatever it takes: this model's times are those of the test machine's noise."""
-    monkeypatch.setattr(draft_worth, "_N_JUDGED", 10**6)
-    monkeypatch.setattr(draft_worth, "_LOST_GAIN", 0.0)
-    monkeypatch.setattr(draft_worth, "_N_MEASURED", 2)
-    monkeypatch.setattr(draft_worth.Worth, "least_chance_a_s", 0.0)
 
 
 class Rows:

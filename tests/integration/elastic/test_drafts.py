@@ -15,9 +15,10 @@ from streaming import Streamer
 
 from llmaas_hooks import PluginError, hookimpl, serving_context
 from llmaas_plugins import activate, elastic, without
-from llmaas_plugins.elastic import draft_worth
 from llmaas_plugins.elastic.drafting import MOST, LevelDrafter
 from llmaas_plugins.memory import recent
+
+pytestmark = pytest.mark.usefixtures("drafts_always")
 
 N = 60
 PROMPT = "User: I want to fly to Rome next Monday.\nAssistant:"
@@ -26,15 +27,6 @@ ONE_BY_ONE = {"n_ubatch": 1}
 """The same kernels for every batch, so that drafts change no bit of the logits."""
 KEPT = 7 << 20
 """Bytes in which a level fits, but not the whole model."""
-
-
-@pytest.fixture(autouse=True)
-def always(monkeypatch):
-    """Draft whatever it takes: this model's times are those of the test machine's noise."""
-    monkeypatch.setattr(draft_worth, "_N_JUDGED", 10**6)
-    monkeypatch.setattr(draft_worth, "_LOST_GAIN", 0.0)
-    monkeypatch.setattr(draft_worth, "_N_MEASURED", 2)
-    monkeypatch.setattr(draft_worth.Worth, "least_chance_a_s", 0.0)
 
 
 @contextlib.contextmanager
