@@ -13,6 +13,7 @@ TABLES: Mapping[str, Maker] = {
     name: report.TABLES[name]
     for name in (
         "alone-apps",
+        "alone-grid",
         "alone-answer-time",
         "alone-memory",
         "alone-switching",
