@@ -317,14 +317,14 @@ class Admission:
             need_s = max(times.least_first_s - used_s, 0)
             limit_s = self._estimates.limit_s(call.app, "ttft", call.promise.ttft)
             due = None if limit_s is None else call.came_s + limit_s
-            if due is not None and due < now_s + need_s:
-                due = None  # no order keeps it, so it holds up nobody
+            soonest_s = now_s + need_s
         else:
             n_left = call.promise.n_ahead(call.n_generated)
             need_s = n_left * (call.token_s(used_s) or times.token_s)
             limit_s = self._estimates.limit_s(call.app, "tpot", call.promise.tpot)
             due = limit_s and call.first_s + (call.n_generated + n_left - 1) * limit_s
-        return Job(due_s(due, now_s, last_s), need_s, call.came_s)
+            soonest_s = now_s  # narrower levels may make up for lost time
+        return Job(due_s(due, soonest_s, last_s), need_s, call.came_s)
 
     def _learn(self, call: Call, notes: Mapping[str, Any]) -> None:
         if call.first_s is None or call.first_used_s is None:

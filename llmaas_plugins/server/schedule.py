@@ -1,8 +1,8 @@
 """Order of calls by the time at which their next output is due (earliest deadline first).
 
 A call keeps the engine as long as the others can wait for its end. If one of them cannot, the call
-is interrupted, provided that it stays in time itself. A call that names no latency, or is late, is
-due when it may not be overtaken any more, so that no call waits for ever.
+is interrupted, provided that it stays in time itself. A call that names no latency, or is late in
+any case, is due when it may not be overtaken any more, so that no call waits for ever.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Job(NamedTuple):
         return self.due_s - now_s - self.need_s
 
 
-def due_s(limit_s: float | None, now_s: float, last_s: float) -> float:
+def due_s(limit_s: float | None, soonest_s: float, last_s: float) -> float:
     """Return when an output is due.
 
     Args:
         limit_s: Time that was promised; None if none was.
-        now_s: Time now.
+        soonest_s: Earliest time at which the output can come.
         last_s: Time from which the call may not be overtaken.
     """
-    return last_s if limit_s is None or limit_s < now_s else limit_s
+    return last_s if limit_s is None or limit_s < soonest_s else limit_s
 
 
 def first_due(jobs: Sequence[Job]) -> int:
