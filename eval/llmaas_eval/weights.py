@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmaas_eval.models import copy_field, finish, open_writer
 
-__all__ = ["f16_copy", "finish_f16", "read_weights", "write_f16"]
+__all__ = ["f16_copy", "finish_f16", "kept_f16_copy", "read_weights", "write_f16"]
 
 _FILE_TYPE = "general.file_type"
 _F16 = 1
@@ -55,4 +55,14 @@ def f16_copy(source: Path, folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     reader = GGUFReader(source)
-    return write_f16(reader, read_weights(reader), folder / f"{source.stem}-as-f16.gguf")
+    return write_f16(reader, read_weights(reader), _f16_path(source, folder))
+
+
+def kept_f16_copy(source: Path, folder: Path) -> Path:
+    """Return the path of ``f16_copy``, which is made if ``folder`` does not have it."""
+    path = _f16_path(source, folder)
+    return path if path.exists() else f16_copy(source, folder)
+
+
+def _f16_path(source: Path, folder: Path) -> Path:
+    return folder / f"{source.stem}-as-f16.gguf"

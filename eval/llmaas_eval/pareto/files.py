@@ -20,7 +20,7 @@ from llmaas_eval.models import Shape, write_random_model
 from llmaas_eval.pareto.cases import F16, Choices
 from llmaas_eval.pareto.types import flat_importance, importance, typed
 from llmaas_eval.sparse.ours import add_channels
-from llmaas_eval.weights import f16_copy
+from llmaas_eval.weights import kept_f16_copy
 from llmaas_patches.native.packing import model_tensors, repack
 from llmaas_plugins.cli.main import main as llmaas
 from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
@@ -70,9 +70,7 @@ def quality_files(
         folder: Folder for the files.
         n_threads: Threads of llama.cpp's quantizer.
     """
-    source = folder / f"{model.stem}-as-f16.gguf"
-    if not source.exists():
-        f16_copy(model, folder)
+    source = kept_f16_copy(model, folder)
     weights = importance(source, list(learning.windows))
 
     def made(origin: Path, name: str) -> Path:

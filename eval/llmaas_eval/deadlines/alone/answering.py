@@ -7,14 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmaas_eval.data import packaged_documents
 from llmaas_eval.deadlines.loaded.answers import Kept
-from llmaas_eval.deadlines.loaded.baselines import BASELINES, SCRATCH, Source
+from llmaas_eval.deadlines.loaded.baselines import SCRATCH, narrowed
 from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.prepared import default_variant, prepared
-from llmaas_eval.elastic.texts import windows_of
-from llmaas_eval.weights import f16_copy
 from llmaas_plugins.elastic.uniform import LEVELS
 
 __all__ = ["OURS", "PAIRS", "SEPARATE", "WHOLE", "Asked", "ByMethod", "answers"]
@@ -36,7 +33,6 @@ PAIRS: Sequence[Pair] = [
     *((i, i) for i, level in enumerate(LEVELS) if level < _NARROWEST_ANSWER),
 ]
 """All settings of ours: also those of one level with narrower answers."""
-_N_WINDOWS, _N_TOKENS = 16, 512
 
 ByMethod = Mapping[str, Mapping[Pair, Scores]]
 """Answers to a set by method and pair of indices of levels."""
@@ -112,16 +108,9 @@ def _theirs(
     of: Asked, method: str, models: Path, kept: Kept
 ) -> Iterator[tuple[str, Mapping[Pair, Scores]]]:
     """Yield the answers of a method's models: set, and scores by the levels that they stand for."""
-    folder = models / f"{of.path.stem}-{method}"
-    folder.mkdir(parents=True, exist_ok=True)
-    source = folder / f"{of.path.stem}-as-f16.gguf"
-    if not source.exists():
-        f16_copy(of.path, folder)
-    windows = windows_of(source, packaged_documents(), _N_WINDOWS, _N_TOKENS)
-    for one in BASELINES[method](Source(source, LEVELS, windows, folder, of.scratch)):
-        places = [i * one.has_levels for i in range(len(one.shares))]
-        at = {LEVELS.index(share): (i, i) for share, i in zip(one.shares, places, strict=True)}
-        label = f"{method}-{'-'.join(f'{share:g}' for share in one.shares)}"
+    for one in narrowed(method, of.path, LEVELS, models, of.scratch):
+        at = {LEVELS.index(share): (i, i) for share, i in one.places.items()}
+        label = f"{method}-{one.label}"
         variant = functools.cache(one.make)
         for name, items in of.sets.items():
             own = {(i, i): at[i] for i in at if (i, i) in of.settings_of(name)}

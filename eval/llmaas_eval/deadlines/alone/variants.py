@@ -22,7 +22,7 @@ from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.prompts.engine import Engine, as_tokens, opened
 from llmaas_eval.prompts.scorers import Material, scorers_of
 from llmaas_eval.prompts.words import only_question, shortened, words_of
-from llmaas_eval.weights import f16_copy
+from llmaas_eval.weights import kept_f16_copy
 from llmaas_plugins.elastic.latency import Latency
 from llmaas_plugins.elastic.uniform import LEVELS
 from llmaas_plugins.model.quantize import quantize
@@ -62,9 +62,7 @@ def in_weights(model: Path, kind: str, folder: Path) -> Path:
     if kind == WEIGHTS[0]:
         return model
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{model.stem}-as-f16.gguf"
-    if not path.exists():
-        f16_copy(model, folder)
+    path = kept_f16_copy(model, folder)
     if kind == "F16":
         return path
     quantized = folder / f"{model.stem}-as-{kind.lower()}.gguf"

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmaas_eval.data import packaged_documents
 from llmaas_eval.deadlines.loaded.answers import Kept, app_items, task_items, tokenizer
-from llmaas_eval.deadlines.loaded.baselines import BASELINES, SCRATCH, Source
+from llmaas_eval.deadlines.loaded.baselines import BASELINES, SCRATCH, narrowed
 from llmaas_eval.deadlines.loaded.probes import Probe, Probes
 from llmaas_eval.deadlines.loaded.quality import (
     WHOLE,
@@ -27,10 +26,8 @@ from llmaas_eval.deadlines.loaded.systems import COMPRESSED, KINDS
 from llmaas_eval.deadlines.loaded.traces import ALPHAS, APP_NAMES, SHARES
 from llmaas_eval.elastic.engine import Variant
 from llmaas_eval.elastic.prepared import default_variant, prepared
-from llmaas_eval.elastic.texts import windows_of
 from llmaas_eval.scratch.shapes import trained
 from llmaas_eval.tasks.questions import Task, generated_tasks, read_tasks
-from llmaas_eval.weights import f16_copy
 from llmaas_plugins.elastic.uniform import LEVELS
 from llmaas_plugins.reference_model import reference_model_path
 
@@ -42,7 +39,6 @@ _TUNED = "tuned"
 _ONLY = (0, 0)
 """Pair of levels of a model that has one."""
 _N_HELD_OUT, _N_GENERATED = 512, 42
-_N_WINDOWS, _N_TOKENS = 16, 512
 
 
 def answered(
@@ -107,10 +103,7 @@ class _Answering:
         self, name: str, app: str, variant: Callable[[], Variant], wanted: Wanted
     ) -> dict[Pair, Scores]:
         """Answer with a variant's levels, or read earlier answers."""
-        items = self.items[app]
-        return self.kept.scores(
-            name, len(items), wanted, lambda missing: scores(variant(), items, missing, name)
-        )
+        return self.kept.variant_scores(name, variant, self.items[app], wanted)
 
     def shorter_scores(
         self, app: str, variant: Variant, share: float, wanted: Wanted
@@ -218,24 +211,18 @@ def _theirs(
     of: _Answering, method: str, ours: Mapping[str, AppScores], settings: _Settings
 ) -> dict[str, AppScores]:
     """Answer with the narrowed models of another paper, which have one level for everything."""
-    folder = of.folder / f"{of.model.stem}-{method}"
-    source = folder / f"{of.model.stem}-as-f16.gguf"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not source.exists():
-        f16_copy(of.model, folder)
-    windows = windows_of(source, packaged_documents(), _N_WINDOWS, _N_TOKENS)
     used = {WHOLE.prefill} | {each.prefill for some in settings.values() for each in some}
     levels = [LEVELS[i] for i in sorted(used)]
     found: dict[str, dict[Setting, Scores]] = {app: {} for app in APP_NAMES}
-    for one in BASELINES[method](Source(source, levels, windows, folder, of.scratch)):
-        places = {LEVELS.index(share): i * one.has_levels for i, share in enumerate(one.shares)}
+    for one in narrowed(method, of.model, levels, of.folder, of.scratch):
+        places = {LEVELS.index(share): i for share, i in one.places.items()}
         variant = functools.cache(one.make)
         for app in APP_NAMES:
             own = {each: places[each.prefill] for each in settings[app] if each.prefill in places}
             wanted = dict[Pair, set[int]]()
             for each, at in own.items():
                 wanted.setdefault((at, at), set()).update(settings[app][each])
-            name = f"{of.set_of(app)}-{method}-{'-'.join(f'{share:g}' for share in one.shares)}"
+            name = f"{of.set_of(app)}-{method}-{one.label}"
             by_pair = of.scores(name, app, variant, wanted)
             found[app] |= {each: by_pair[at, at] for each, at in own.items()}
     return {app: ours[app]._replace(by_setting=by) for app, by in found.items()}

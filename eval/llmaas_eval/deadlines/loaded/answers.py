@@ -56,6 +56,14 @@ class Kept:
             partial.replace(paths[pair])
         return found
 
+    def variant_scores(
+        self, name: str, variant: Callable[[], Variant], items: Sequence[Item], wanted: Wanted
+    ) -> dict[Pair, Scores]:
+        """Return a variant's scores by pair of levels; it is made if some are missing."""
+        return self.scores(
+            name, len(items), wanted, lambda missing: scores(variant(), items, missing, name)
+        )
+
     def all_scores(
         self,
         name: str,
@@ -63,11 +71,9 @@ class Kept:
         items: Sequence[Item],
         pairs: Collection[Pair],
     ) -> dict[Pair, Scores]:
-        """Return a variant's scores on all questions; it is made if some are missing."""
+        """Return a variant's scores on all questions by pair of levels."""
         wanted = dict.fromkeys(pairs, range(len(items)))
-        return self.scores(
-            name, len(items), wanted, lambda missing: scores(variant(), items, missing, name)
-        )
+        return self.variant_scores(name, variant, items, wanted)
 
 
 def _read(path: Path, n: int) -> Scores:

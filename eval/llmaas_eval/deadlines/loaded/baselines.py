@@ -14,16 +14,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.data import packaged_documents
 from llmaas_eval.elastic.engine import Variant, readings
 from llmaas_eval.elastic.scores import layers_to_drop, llm_pruner_scores
 from llmaas_eval.elastic.sizes import kept_layers
-from llmaas_eval.elastic.texts import Windows
+from llmaas_eval.elastic.texts import Windows, windows_of
+from llmaas_eval.weights import kept_f16_copy
 from llmaas_plugins.elastic.prepared_file import write_reordered
 from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.uniform import step_of, uniform_widths
 from llmaas_plugins.elastic.units import Blocks, Widths, blocks_of, without_layers
 
-__all__ = ["BASELINES", "SCRATCH", "Narrowed", "Source"]
+__all__ = ["BASELINES", "SCRATCH", "Narrowed", "Source", "narrowed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Source:
         return blocks_of(self.path)
 
 
+_N_WINDOWS, _N_TOKENS = 16, 512
 SCRATCH = "PFS"
 """Baseline that needs models which were trained from scratch."""
 
@@ -68,14 +71,24 @@ class Narrowed:
     make: Callable[[], Variant]
     has_levels: bool = True
 
+    @property
+    def places(self) -> dict[float, int]:
+        """Index of the model's level that serves each share."""
+        return {share: i * self.has_levels for i, share in enumerate(self.shares)}
+
+    @property
+    def label(self) -> str:
+        """Name of the model among the method's."""
+        return "-".join(f"{share:g}" for share in self.shares)
+
 
 def _of_levels(make: Callable[[Source], Variant]) -> Callable[[Source], Iterator[Narrowed]]:
     """Return a function that yields one model, whose levels serve all shares."""
 
-    def narrowed(source: Source) -> Iterator[Narrowed]:
+    def one(source: Source) -> Iterator[Narrowed]:
         yield Narrowed(source.levels, lambda: make(source))
 
-    return narrowed
+    return one
 
 
 def _llm_pruner(source: Source) -> Variant:
@@ -152,6 +165,28 @@ BASELINES: Mapping[str, Callable[[Source], Iterator[Narrowed]]] = {
     SCRATCH: _from_scratch,
 }
 """Function that makes each baseline's models."""
+
+
+def narrowed(
+    method: str,
+    model: Path,
+    levels: Sequence[float],
+    folder: Path,
+    scratch: Mapping[float, Path],
+) -> Iterator[Narrowed]:
+    """Yield a method's models, which are calibrated on packaged text.
+
+    Args:
+        method: One of ``BASELINES``.
+        model: GGUF file of the model to narrow.
+        levels: Shares of the blocks' weights, widest first.
+        folder: Folder for the files of all methods.
+        scratch: Models that were trained from scratch, by share.
+    """
+    own = folder / f"{model.stem}-{method}"
+    source = kept_f16_copy(model, own)
+    windows = windows_of(source, packaged_documents(), _N_WINDOWS, _N_TOKENS)
+    yield from BASELINES[method](Source(source, levels, windows, own, scratch))
 
 
 # -- inside --------------------------------------------------------------------------------------
