@@ -51,6 +51,7 @@ from llmaas_plugins.config_file import chosen_file, read_config_file
 from llmaas_plugins.memory.config import MemoryConfig
 from llmaas_plugins.model.made_files import MadeFile
 from llmaas_plugins.service_config import ServiceConfig
+from llmaas_plugins.validation import validate
 
 __all__ = [
     "CloudConfig",
@@ -205,7 +206,7 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
         raw = {} if path is None else read_config_file(path, is_found=is_found)
         origin = "default" if path is None else path.name
     try:
-        file = _File.model_validate(raw)
+        file = validate(_File, raw)
     except ValidationError as error:
         raise ConfigError(_explain(error, origin, _File)) from error
     service = _placed("service", file.service, dict(raw.get("service", {})))
@@ -254,7 +255,7 @@ def validated(name: str, model: type[BaseModel], table: PluginTable) -> BaseMode
         ConfigError: A key is unknown (with a suggestion) or has a wrong value (with its origin).
     """
     try:
-        settings = model.model_validate(dict(table.values))
+        settings = validate(model, dict(table.values))
     except ValidationError as error:
         first = error.errors()[0]["loc"]
         origin = table.origins.get(str(first[0]), "code") if first else "code"

@@ -22,6 +22,7 @@ from llmaas_plugins.elastic.units import Widths
 from llmaas_plugins.model.digest import CONTENT, UNCOUNTED, content_end
 from llmaas_plugins.model.gguf_entries import entry
 from llmaas_plugins.model.gguf_header import GGUFHeader
+from llmaas_plugins.validation import validate_json
 
 __all__ = [
     "FIELDS",
@@ -77,7 +78,7 @@ def adapter_tables(header: GGUFHeader) -> Mapping[str, AdapterTable]:
         return {}
     text = header.fields[_ADAPTERS]
     try:
-        return _Index.model_validate_json(text if isinstance(text, str) else "").tables
+        return validate_json(_Index, text if isinstance(text, str) else "").tables
     except ValidationError as error:
         what = error.errors()[0]["msg"]
         raise ConfigError(f"its field {_ADAPTERS!r} is damaged: {what}") from None

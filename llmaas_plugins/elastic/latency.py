@@ -28,6 +28,7 @@ from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, sync_dir
 from llmaas_plugins.files.partial_file import taken
 from llmaas_plugins.machine import processor_name
 from llmaas_plugins.model.digest import file_digest
+from llmaas_plugins.validation import validate, validate_json
 
 __all__ = ["DIRECTORY", "Curves", "Errors", "Latency", "Machine", "check_writable", "latency_path"]
 
@@ -205,7 +206,7 @@ class Latency(_Model):
         """
         try:
             with os.fdopen(os.open(path, os.O_RDONLY | OPEN_FLAGS), "rb") as file:
-                return cls.model_validate(_File.model_validate_json(file.read()).times)
+                return validate(cls, validate_json(_File, file.read()).times)
         except FileNotFoundError:
             return None
         except OSError as error:

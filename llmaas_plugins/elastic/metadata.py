@@ -23,6 +23,7 @@ from llmaas_plugins.elastic.units import Blocks, Calibration, Widths, blocks_in
 from llmaas_plugins.model.digest import UNCOUNTED
 from llmaas_plugins.model.gguf_entries import entry
 from llmaas_plugins.model.gguf_header import GGUFHeader, read_header
+from llmaas_plugins.validation import validate_json
 
 __all__ = ["OUTPUTS", "PREFIX", "Elastic", "Source", "entries_of", "order_in", "read_elastic"]
 
@@ -210,7 +211,7 @@ def entries_of(elastic: Elastic, order: Order) -> list[bytes]:
 
 def _elastic(header: GGUFHeader, path: Path) -> Elastic:
     text = header.fields[PREFIX]
-    json = _Json.model_validate_json(text if isinstance(text, str) else "")
+    json = validate_json(_Json, text if isinstance(text, str) else "")
     blocks = blocks_in(header, path, cuts_keys_values=json.cuts_keys_values)
     shape = len(json.levels), blocks.n_layers, 2, blocks.n_embd
     names = [key.removeprefix(_BIASES) for key in header.fields if key.startswith(_BIASES)]

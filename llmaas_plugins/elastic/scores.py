@@ -17,6 +17,7 @@ from llmaas_plugins.elastic.units import Blocks, Calibration, Scores
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.partial_file import replacing
 from llmaas_plugins.model.digest import file_digest
+from llmaas_plugins.validation import validate_json
 
 __all__ = ["read_scores", "scores_path", "write_scores"]
 
@@ -80,7 +81,7 @@ def read_scores(path: Path, blocks: Blocks, model: Path) -> Scores:
     try:
         with as_store_error(f"cannot read {path}"):
             arrays = _arrays(path, _shapes(blocks))
-        about = _About.model_validate_json(arrays["about"].tobytes())
+        about = validate_json(_About, arrays["about"].tobytes())
     except StoreError:
         raise
     except Exception as error:  # zipfile, its decoders and numpy raise many types

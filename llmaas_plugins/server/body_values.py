@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from llmaas_plugins.server.refusal import Refusal, mistakes
+from llmaas_plugins.validation import validate
 
 __all__ = ["MOST_ENTRIES", "MOST_VALUES", "parsed", "validated"]
 
@@ -51,10 +52,10 @@ def validated(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
     try:
         messages = values.get("messages") if "messages" in model.model_fields else None
         if not isinstance(messages, list):
-            return model.model_validate(values)
-        checked = model.model_validate(values | {"messages": []})
+            return validate(model, values)
+        checked = validate(model, values | {"messages": []})
         for first, last in _slices(messages):
-            model.model_validate({"messages": messages[first:last]})
+            validate(model, {"messages": messages[first:last]})
     except ValidationError as error:
         found = error.errors(include_context=False, include_input=False, include_url=False)
         raise Refusal(400, mistakes(map(functools.partial(_moved, by=first), found))) from None

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.files.array_file import read_arrays, write_arrays
+from llmaas_plugins.validation import validate
 
 __all__ = ["Checkpoint", "read_checkpoint", "write_checkpoint"]
 
@@ -72,7 +73,7 @@ def read_checkpoint(
     n_bytes = 4 * sum(int(np.prod(shape)) for shape in shapes.values())
     try:
         found, arrays = read_arrays(path, n_bytes)
-        about = _About.model_validate(found)
+        about = validate(_About, found)
         _check(arrays, about, identity, shapes)
     except ValueError as error:
         raise ConfigError(

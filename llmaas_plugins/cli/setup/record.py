@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from llmaas_plugins.files.partial_file import write_bytes
 from llmaas_plugins.model.digest import file_digest
+from llmaas_plugins.validation import validate_json
 
 __all__ = ["DIRECTORY", "Done", "MadeBefore", "Record", "folder_of", "key_of"]
 
@@ -125,7 +126,7 @@ def key_of(arguments: Sequence[str], digests: Sequence[str]) -> str:
 
 def _read(path: Path, kind: type[_Content]) -> _Content | None:
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return validate_json(kind, path.read_bytes())
     except (OSError, ValidationError):
         return None
 

@@ -14,6 +14,7 @@ from llmaas_plugins.cli.tune.figures import Figures
 from llmaas_plugins.cli.tune.verdicts import Verdict
 from llmaas_plugins.files.partial_file import write_bytes
 from llmaas_plugins.run_record import run_record
+from llmaas_plugins.validation import validate_json
 
 __all__ = ["Kept", "Record", "key_of", "record_path"]
 
@@ -97,6 +98,6 @@ def _read(path: Path) -> dict[str, Kept]:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size > _MOST_BYTES:
                 return {}
-            return dict(_File.model_validate_json(file.read()).parts)
+            return dict(validate_json(_File, file.read()).parts)
     except (OSError, ValidationError):
         return {}
