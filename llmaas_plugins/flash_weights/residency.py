@@ -210,8 +210,9 @@ class Residency:
     def claims(self) -> list[MemoryClaim]:
         """Return the claims of the streamed weights, or none without a model."""
         with self.lock:
-            models = [model.seen for model in self._models.values() if model.seen]
-            return self._savings.claims(models, self._take_rest)
+            models = [model for model in self._models.values() if model.seen]
+            lent = sum(model.growth_bytes for model in models)
+            return self._savings.claims([one.seen for one in models], lent, self._take_rest)
 
     def _take_rest(self, n_bytes: int) -> None:
         """Keep what others leave, now that they gave memory back or may take more."""

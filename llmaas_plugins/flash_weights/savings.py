@@ -57,7 +57,7 @@ class WeightSavings:
         return float(self._byte_s * passed / max(1, n_bytes) / TIME_S)
 
     def claims(
-        self, models: Sequence[Mapping[str, int]], resize: Callable[[int], None]
+        self, models: Sequence[Mapping[str, int]], lent: int, resize: Callable[[int], None]
     ) -> list[MemoryClaim]:
         """Return the claims of kept weights beyond the least, and of what all weights need.
 
@@ -66,6 +66,8 @@ class WeightSavings:
 
         Args:
             models: Figures of each streamed model.
+            lent: Bytes of compute buffers and cells that no batch has touched yet. Weights have
+                this room until then, and nobody else can: it has no part in the division.
             resize: Function that sets the bytes that may be kept.
         """
         if not models:
@@ -75,14 +77,19 @@ class WeightSavings:
             return sum(seen[name] for seen in models)
 
         kept = total("kept_bytes") - total("level_kept_bytes")
-        held = max(0, kept - total("least_bytes"))
-        most = max(0, total("bytes") - total("least_bytes") - total("level_bytes"))
+        most = max(0, total("bytes") - total("least_bytes") - total("level_bytes") - lent)
+        beyond = max(0, kept - total("least_bytes"))
+        lent = min(lent, beyond)
+        held = beyond - lent
         points = ((0, 0.0), (most, most * self.saved_s(total("bytes"))))
         why = "each pass through the weights need not wait for them"
-        needed = total("arena_bytes") + total("passing_bytes") + kept - held
+        needed = total("arena_bytes") + total("passing_bytes") + kept - beyond
         return [
             MemoryClaim("weights kept in memory", held, most, points, resize, why=why),
             MemoryClaim.reserved(
                 "streaming buffers", needed, "weights from disk pass through them"
+            ),
+            MemoryClaim.reserved(
+                "weights in room of compute buffers", lent, "until a batch needs the room"
             ),
         ]

@@ -56,6 +56,11 @@ class StreamedModel:
         """Bytes that the weights take in memory, as last seen; 0 before that."""
         return sum(self.seen.get(name, 0) for name in _HELD)
 
+    @property
+    def growth_bytes(self) -> int:
+        """Bytes of compute buffers and cells that no batch has touched yet."""
+        return self.untouched + sum(self.growth.values())
+
     def look(self) -> None:
         """Refresh the figures of the weights, and the untouched bytes of the contexts."""
         with contextlib.suppress(ReferenceError):  # the garbage collector freed a context meanwhile
@@ -71,10 +76,10 @@ class StreamedModel:
 
     def needs(self, arena: int) -> Needs:
         """Return the model's memory needs with an arena of this size."""
-        growth = self.untouched + sum(self.growth.values())
         passing = max(arena, self.seen["arena_bytes"]) + self.seen["passing_bytes"]
         passing += sum(self.beside.values())
-        return Needs(self.seen["bytes"], self.seen["least_bytes"], passing, growth)
+        least = self.seen["least_bytes"]
+        return Needs(self.seen["bytes"], least, passing, self.growth_bytes)
 
 
 def untouched_bytes(context: NativeContext) -> int:

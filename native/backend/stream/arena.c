@@ -213,6 +213,13 @@ static void submit(llmaas_arena * arena) {
     llmaas_io_poll(arena->io);
 }
 
+/* Start reads between graphs. That may wait, too: a device takes only so many reads at a time. */
+static void submit_ahead(llmaas_arena * arena) {
+    const uint64_t started = llmaas_now_ns();
+    submit(arena);
+    arena->stats.stalled_ns += llmaas_now_ns() - started;
+}
+
 /* Wait for a load. False if a read failed. Later loads start only after all its reads have started. */
 static bool await(llmaas_arena * arena, load * l) {
     bool is_ok = true;
@@ -322,7 +329,7 @@ static void fetch(void * arg, int ith, int nth) {
     }
     const uint64_t started = llmaas_now_ns();
     const size_t   i       = f->index - arena->n_used;
-    submit(arena); /* this may wait, too: a device takes only so many reads at a time */
+    submit(arena); /* this may wait, too */
     if (!llmaas_graph_failed(arena->graph) && i < arena->n_loads && await(arena, load_at(arena, i))) {
         arena->n_fetched = f->index + 1;
         f->weight->data  = bytes_of(arena, load_at(arena, i));
@@ -371,7 +378,7 @@ static size_t n_foreseen(llmaas_arena * arena) {
 /* A graph that uses nothing leaves time to read ahead for the next one. */
 bool llmaas_arena_start(llmaas_arena * arena) {
     if (arena->is_begun) {
-        submit(arena);
+        submit_ahead(arena);
         return true;
     }
     if (!make_memory(arena)) {
@@ -383,7 +390,7 @@ bool llmaas_arena_start(llmaas_arena * arena) {
     cut_loads(arena, n_foreseen(arena));
     arena->n_used = arena->n_ahead = arena->n_fetched = 0;
     arena->n_loaded = arena->n_loads;
-    submit(arena);
+    submit_ahead(arena);
     return true;
 }
 
@@ -392,7 +399,7 @@ void llmaas_arena_end(llmaas_arena * arena) {
         while (arena->n_used < arena->n_plan) {
             release(arena);
         }
-        submit(arena);
+        submit_ahead(arena);
     } else if (arena->n_plan > 0) { /* the graph was aborted, or a read failed */
         cut_loads(arena, 0);
     }

@@ -1,6 +1,7 @@
 #include "stream/lookup.h"
 
 #include "llmaas/io.h"
+#include "src/clock.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -20,7 +21,7 @@ struct llmaas_lookup {
     char *         rows;    /* [n_room][bytes of a row]: the rows of a graph, in its order */
     int32_t *      numbers; /* [n_room]: 0, 1, 2 … */
     size_t         n_room;
-    atomic_ullong  n_read; /* other threads ask for it meanwhile */
+    atomic_ullong  n_read, stalled_ns; /* other threads ask for them meanwhile */
 };
 
 llmaas_lookup * llmaas_lookup_new(int fd, uint64_t offset) {
@@ -46,7 +47,9 @@ void llmaas_lookup_free(llmaas_lookup * lookup) {
     }
 }
 
-uint64_t llmaas_lookup_read(const llmaas_lookup * lookup) { return lookup->n_read; }
+llmaas_lookup_stats llmaas_lookup_read_stats(const llmaas_lookup * lookup) {
+    return (llmaas_lookup_stats) {lookup->n_read, lookup->stalled_ns};
+}
 
 /* Make room for a graph's rows. A row can start anywhere, so it is read with the whole pages around it. */
 static bool make_room(llmaas_lookup * lookup, size_t n_rows, size_t n_bytes) {
@@ -108,9 +111,10 @@ static void have_rows(void * arg, int ith, int nth) {
     if (ith != 0) {
         return;
     }
-    w->rows->data    = w->lookup->rows;
-    w->counted->data = w->lookup->numbers;
-    ok = !llmaas_graph_failed(w->graph);
+    const uint64_t started = llmaas_now_ns();
+    w->rows->data          = w->lookup->rows;
+    w->counted->data       = w->lookup->numbers;
+    ok                     = !llmaas_graph_failed(w->graph);
     for (int64_t i = 0; ok && i < n + DEPTH; i++) {
         ok = i < DEPTH || i - DEPTH >= n || finish(w, i - DEPTH);
         if (ok && i < n) {
@@ -122,6 +126,7 @@ static void have_rows(void * arg, int ith, int nth) {
         }
     }
     llmaas_io_drain(w->lookup->io);
+    w->lookup->stalled_ns += llmaas_now_ns() - started;
     if (!ok) { /* zeros, as from the arena */
         memset(w->lookup->rows, 0, (size_t) n * w->n_bytes);
         llmaas_graph_fail(w->graph);

@@ -17,6 +17,11 @@ void            llmaas_lookup_free(llmaas_lookup * lookup);
 /* Append the nodes that compute `node` (GET_ROWS of the weight). False if out of memory. */
 bool llmaas_lookup_rows(llmaas_lookup * lookup, llmaas_graph * graph, struct ggml_tensor * node);
 
-uint64_t llmaas_lookup_read(const llmaas_lookup * lookup); /* bytes read so far */
+typedef struct llmaas_lookup_stats {
+    uint64_t n_read;     /* bytes */
+    uint64_t stalled_ns; /* time that graphs waited for rows; a row may have to wait for reads ahead of other weights */
+} llmaas_lookup_stats;
+
+llmaas_lookup_stats llmaas_lookup_read_stats(const llmaas_lookup * lookup);
 
 #endif

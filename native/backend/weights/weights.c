@@ -205,23 +205,25 @@ llmaas_status llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_
     return llmaas_stream_set_reading(weights->stream, reading) ? LLMAAS_OK : LLMAAS_ESPACE;
 }
 
-/* Count the bytes that lookups have read. Another thread may add entries meanwhile: it holds this mutex, but graphs that
- * compute do not, so nobody waits for a graph. */
-static uint64_t read_by_lookups(llmaas_weights * weights) {
-    uint64_t n = 0;
+/* Add what lookups have read, and waits for them. Another thread may add entries meanwhile: it holds this mutex, but
+ * graphs that compute do not, so nobody waits for a graph. */
+static void add_lookups(llmaas_weights * weights, llmaas_stream_stats * stats) {
     pthread_mutex_lock(&weights->changing.mutex);
     for (size_t i = 0; i < weights->n_entries; i++) {
-        n += weights->entries[i]->lookup ? llmaas_lookup_read(weights->entries[i]->lookup) : 0;
+        if (weights->entries[i]->lookup) {
+            const llmaas_lookup_stats of = llmaas_lookup_read_stats(weights->entries[i]->lookup);
+            stats->n_read += of.n_read;
+            stats->stalled_ns += of.stalled_ns;
+        }
     }
     pthread_mutex_unlock(&weights->changing.mutex);
-    return n;
 }
 
 void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats) {
     *stats = (llmaas_stream_stats) {0};
     if (weights && weights->stream) {
         llmaas_stream_read_stats(weights->stream, stats);
-        stats->n_read += read_by_lookups(weights);
+        add_lookups(weights, stats);
     }
 }
 

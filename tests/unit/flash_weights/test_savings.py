@@ -43,6 +43,17 @@ def test_two_models_share_the_passes_by_their_size(savings):
     assert savings.saved_s(400 * MIB) == pytest.approx(each * 10 * 100 / 400 / TIME_S)
 
 
+def test_room_of_compute_buffers_is_no_part_of_the_division(savings):
+    seen = dict.fromkeys(("least_bytes", "level_bytes", "level_kept_bytes", "passing_bytes"), 0)
+    seen |= {"bytes": 400 * MIB, "kept_bytes": 150 * MIB, "arena_bytes": 5 * MIB}
+    weights, needed, lent = savings.claims([seen], 60 * MIB, print)
+    assert (weights.held, weights.most) == (90 * MIB, 340 * MIB)
+    assert (needed.held, lent.held) == (5 * MIB, 60 * MIB)
+    weights, needed, lent = savings.claims([seen], 200 * MIB, print)
+    assert (weights.held, weights.most) == (0, 200 * MIB)
+    assert (needed.held, lent.held) == (5 * MIB, 150 * MIB)
+
+
 def test_a_level_that_is_kept_first_is_no_part_of_the_claim(savings):
     seen = {
         "bytes": 400 * MIB,
@@ -53,6 +64,6 @@ def test_a_level_that_is_kept_first_is_no_part_of_the_claim(savings):
         "arena_bytes": 5 * MIB,
         "passing_bytes": 0,
     }
-    weights, needed = savings.claims([seen], print)
+    weights, needed, _ = savings.claims([seen], 0, print)
     assert (weights.held, weights.most) == (80 * MIB, 310 * MIB)
     assert needed.held == 15 * MIB  # all together 95, beside the 60 of the level

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -34,10 +36,22 @@ def seconds(curve, size, most=100 * MIB):
     return TIME_S * float(np.interp(size, sizes, saved))
 
 
+class Clock:
+    now = 1.0
+
+
 @pytest.fixture
-def still(monkeypatch):
-    """Let no time pass."""
-    monkeypatch.setattr("llmaas_plugins.memory.recent.time.monotonic", lambda: 1.0)
+def clock(monkeypatch):
+    """Let time pass only where a test says so."""
+    monkeypatch.setattr("llmaas_plugins.memory.recent.time.monotonic", lambda: Clock.now)
+    monkeypatch.setattr(Clock, "now", 1.0)
+    return Clock
+
+
+@pytest.fixture
+def still(clock, monkeypatch):
+    """Let no time pass, and expect no use of chunks that were not needed yet."""
+    monkeypatch.setattr("llmaas_plugins.kv_chunks.store.reuse._SOON_S", math.inf)
 
 
 def test_contexts_in_turn_are_worth_it_only_together(still):
@@ -73,7 +87,7 @@ def test_the_number_of_chunks_and_distances_is_limited(still, monkeypatch):
     curve = ReuseCurve()
     for i in range(3):
         use(curve, chunks(i))
-    assert len(curve._sizes) == 6
+    assert len(curve._uses) == 6
     curve.wanted(keys(chunks(0)), 1.0, 0.0)
     assert curve.points(1 << 40) == ((0, 0.0),)
     huge = chunks(7, n_bytes=5 << 30)
@@ -88,3 +102,48 @@ def test_chunks_without_room_show_what_room_would_save(still):
     curve.used(keys(second), [None] * N)
     curve.wanted(keys(second), 0.0, 0.5)
     assert seconds(curve, 10 * MIB) == pytest.approx(N * 0.5)
+
+
+def test_chunks_that_were_not_needed_yet_are_expected_in_the_time_they_were_left_alone(clock):
+    """Of two contexts of 8 MiB, the one that was left last is worth more, and both lose worth."""
+    curve, old, new = ReuseCurve(), chunks(1), chunks(2)
+    curve.wanted([], 0.0, 0.5)  # a chunk costs this if it is not in RAM
+    clock.now += 100 * TIME_S
+    use(curve, old)
+    clock.now += 30
+    use(curve, new)
+    assert seconds(curve, 8 * MIB) / TIME_S == pytest.approx(N * 0.5 / 10, rel=0.25)  # in steps
+    both = N * 0.5 * (1 / 10 + 1 / 40)
+    assert seconds(curve, 20 * MIB) / TIME_S == pytest.approx(both)
+    clock.now += 1000
+    assert seconds(curve, 20 * MIB) / TIME_S < both / 50
+
+
+def test_at_first_as_little_is_expected_as_sums_of_a_short_time_have(clock):
+    curve = ReuseCurve()
+    curve.wanted([], 0.0, 0.5)
+    clock.now += 0.1 * TIME_S
+    use(curve, chunks(1))
+    assert seconds(curve, 20 * MIB) / TIME_S == pytest.approx(0.0952 * N * 0.5 / 10, rel=0.01)
+
+
+def test_once_needed_only_distances_count(clock):
+    curve, one, other = ReuseCurve(), chunks(1), chunks(2)
+    clock.now += 100 * TIME_S
+    use(curve, one)
+    use(curve, other)
+    curve.wanted(keys(one), 0.0, 0.5)
+    use(curve, one)
+    expected = N * 0.5 / 10  # of the other one
+    assert seconds(curve, 20 * MIB) == pytest.approx(N * 0.5 + TIME_S * expected)
+    use(curve, one)  # it stays in the cells
+    clock.now += 6000
+    assert seconds(curve, 8 * MIB) < 1e-9
+
+
+def test_requests_of_which_no_chunk_is_left_are_forgotten(clock):
+    curve = ReuseCurve()
+    for i in range(5):
+        use(curve, chunks(i % 2))
+    curve.used([], [])
+    assert len(curve._requests) == 2
