@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.files import check_room, check_target, content_of
+from llmaas_plugins.chats.exports import load_conversations
+from llmaas_plugins.cli.files import check_room, check_target
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action, identified
 from llmaas_plugins.cli.output import duration_text, print_report, size_text
@@ -110,8 +111,8 @@ def _job(args: argparse.Namespace) -> Job:
     model, chats = args.model.absolute(), tuple(chat.absolute() for chat in args.chats)
     if not str(model).isprintable():  # llmaas.toml could not name it
         raise ConfigError(f"{str(model)!r} has characters that cannot be printed: rename it.")
-    for chat in chats:
-        content_of(chat)  # an unreadable export is refused before anything takes minutes
+    for chat in chats:  # a file that is no export is refused before anything takes minutes
+        load_conversations(chat)
     elastic = read_elastic(model)
     tables = () if elastic is None else elastic.tables
     table = next((name for name in ("searched", "uniform") if name in tables), None)

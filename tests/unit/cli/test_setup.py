@@ -187,7 +187,7 @@ def test_records_are_kept_by_the_model(monkeypatch, tmp_path):
     ("options", "message"),
     [
         (["missing.gguf"], "found no file missing.gguf"),
-        ([str(reference_model_path()), "--chats", "none.json"], "none.json: No such file"),
+        ([str(reference_model_path()), "--chats", "none.json"], "none.json: cannot read"),
         ([str(reference_model_path()), "-o", "none/llmaas.toml"], "found no folder"),
         (["line\nbreak.gguf"], "found no file"),
         ([str(reference_model_path()), "--memory", "60%", "--skip", "pack"], "has no effect"),
@@ -201,6 +201,14 @@ def test_mistakes_are_named_before_anything_is_done(
     assert main(["setup", *options]) == 2
     assert message in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("content", ["", "{}", "no chats\n"])
+def test_a_file_without_chats_is_refused_before_anything_is_done(content, tmp_path, capsys):
+    chats = tmp_path / "chats.json"
+    chats.write_text(content)
+    assert main(["setup", str(reference_model_path()), "--chats", str(chats), "--dry-run"]) == 2
+    assert str(chats) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("memory", "message"), [("much", "a share such as 60%"), ("500", "1 MiB")])
