@@ -376,5 +376,6 @@ def _explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
             found = f", found {cast('object', item['input'])!r}" if is_quoted else ""
             plain = _PLAIN.get(item["type"])
             message = plain.format(**item.get("ctx", {})) if plain else item["msg"]
-            lines.append(f"{key}: {message}{found}")
+            message = message.removeprefix("Value error, ")  # which pydantic adds
+            lines.append(f"{key}: {message.removesuffix(found)}{found}")
     return f"{where}: " + "; ".join(lines)

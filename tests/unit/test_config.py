@@ -11,6 +11,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict
 from llmaas_hooks import ConfigError
 from llmaas_plugins import load_config
 from llmaas_plugins.config import PluginTable, validated
+from llmaas_plugins.deadlines.config import DeadlinesConfig
 
 FILE = """
 on_error = "raise"
@@ -216,6 +217,16 @@ def test_validated_wrong_value_names_its_origin(origin):
     table = PluginTable(True, {"codec": "zip"}, {"codec": origin})
     with pytest.raises(ConfigError, match=rf"^plugins\.kv \({origin}\): codec: .*found 'zip'"):
         validated("kv", Settings, table)
+
+
+def test_a_wrong_value_is_quoted_once_and_in_plain_words():
+    table = PluginTable(True, {"ttft": "soon"}, {"ttft": "llmaas.toml"})
+    with pytest.raises(ConfigError) as caught:
+        validated("deadlines", DeadlinesConfig, table)
+    assert str(caught.value).startswith("plugins.deadlines (llmaas.toml): ttft: expected a time")
+    assert str(caught.value).count("soon") == 1
+    with pytest.raises(ConfigError, match=r"service\.allowed_hosts: expected names like"):
+        load_config({"service": {"allowed_hosts": ["a b"]}}, {})
 
 
 def test_equal_configurations_are_equal(path):
