@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
-from llama_cpp import Llama
+from llama_cpp import Llama, _utils
 
 from llmaas_eval.families import write_family, write_lora
 from llmaas_hooks import ConfigError, hookimpl
@@ -78,6 +79,24 @@ def test_what_was_changed_since_is_not_replaced(files, caplog, which):
     expected = f"there is no file {made}" if which == "gone" else "was changed since"
     assert expected in caplog.text
     assert f"`llmaas setup {model}`" in caplog.text
+
+
+def test_the_log_says_so_even_if_the_app_is_silent(files, monkeypatch):
+    """``Llama(verbose=False)`` discards stderr while it loads a model."""
+    model, made = files
+    settings = table(model, made)
+    made.unlink()
+    logged = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            if sys.stderr is not _utils.errnull_file:
+                logged.append(record.getMessage())
+
+    monkeypatch.setattr(logging.getLogger("llmaas"), "handlers", [Handler()])
+    with activate(settings):
+        opened(model)
+    assert any(f"there is no file {made}" in line for line in logged)
 
 
 def test_an_adapter_of_the_replaced_model_is_refused(files, tmp_path):

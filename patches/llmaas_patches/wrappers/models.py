@@ -27,7 +27,8 @@ def wrap_load_model(host: Host, original: Function) -> Function:
         if are_loaded_here():
             return original(path_model, params)
         named = os.fsdecode(path_model)
-        path = host.hooks.model_path(named)
+        with host.log_buffer.capture():
+            path = host.hooks.model_path(named)
         load = ModelLoad(
             path,
             params,
