@@ -92,6 +92,8 @@ _ROUTES = tuple(
         Route("docs", r"/docs(/oauth2-redirect)?|/redoc|/openapi\.json", "anyone", waits=False),
     )
 )
+_ANSWERING = ("chat", "completion", "call")
+"""Classes of routes whose calls have a first token, so that a latency can be promised."""
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _WITHOUT = b"x-llmaas-without"
 _MOST_DISCARDED = 16 << 20
@@ -188,7 +190,8 @@ class RequestMiddleware:
                     await self._check_grammars(app, checked.wanted)
         if is_call:
             known = promise.over(configured_promise(app or None))
-            call = self._admission.enter(app, known, context=_context(scope))
+            due = known if route.name in _ANSWERING else NO_PROMISE
+            call = self._admission.enter(app, due, context=_context(scope))
             with at_levels(levels), promising(promise), noting() as answer.notes:
                 await self._call(call, scope, body, receive, answer)
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from unittest.mock import Mock
+
 import pytest
 
 pytest.importorskip("fastapi")
@@ -10,8 +13,14 @@ from fastapi import FastAPI
 from llama_cpp.server import app as server
 from starlette.routing import compile_path
 
+from llmaas_hooks import NO_PROMISE, Limit, Promise
+from llmaas_plugins.config import ServiceConfig
+from llmaas_plugins.server import middleware
+from llmaas_plugins.server.admission import Admission
+from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.application import explain_refusals
-from llmaas_plugins.server.middleware import route_of
+from llmaas_plugins.server.middleware import RequestMiddleware, route_of
+from llmaas_plugins.server.origins import OriginCheck
 
 APP = "/v1/llmaas/apps/mail/contexts"
 
@@ -59,6 +68,54 @@ def test_what_an_app_may_not_use_is_the_administrators():
     assert [route_of(path)[0].opens_to for path in ("/metrics", "/v1/llmaas/status", "/new")] == [
         "administrator"
     ] * 3
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "is_promised"),
+    [
+        ("POST", "/v1/completions", True),
+        ("GET", "/v1/models", False),
+        ("DELETE", f"{APP}/abc", False),
+        ("POST", f"{APP}/abc/call", True),
+    ],
+)
+def test_only_calls_with_a_first_token_are_promised_one(monkeypatch, method, path, is_promised):
+    """Others would be due before calls that were promised one, which would leave them room."""
+    promise, entered = Promise(Limit.of("150 ms")), []
+    monkeypatch.setattr(middleware, "configured_promise", lambda _: promise)
+    monkeypatch.setattr("llmaas_plugins.server.body_checks.server_engine", Mock())
+
+    class Recording(Admission):
+        def enter(self, app, promise=NO_PROMISE, *, context=""):
+            entered.append(promise)
+            return super().enter(app, promise, context=context)
+
+    async def app(_, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def ask():
+        made = RequestMiddleware(
+            app, admission=Recording(ServiceConfig()), keys=ApiKeys(None, {}),
+            origins=OriginCheck(None, (), ()), metrics=Mock(), grammars=Mock(), gateway=None,
+            max_body_bytes=1024,
+        )  # fmt: skip
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": method, "path": path, "headers": headers}
+        sent, messages = [], [{"type": "http.request", "body": b'{"prompt": "Hello"}'}]
+
+        async def receive():
+            return messages.pop() if messages else await asyncio.Future()
+
+        async def send(message):
+            sent.append(message)
+
+        await made(scope, receive, send)
+        return sent[0]["status"]
+
+    assert asyncio.run(ask()) == 200
+    assert [one.ttft for one in entered] == [promise.ttft if is_promised else None]
 
 
 def test_what_fails_in_a_route_is_told_in_the_form_of_a_refusal():
