@@ -67,6 +67,11 @@ class Conversation:
     messages: tuple[Message, ...]
     is_shared: bool = False
 
+    @property
+    def n_characters(self) -> int:
+        """Characters of all messages."""
+        return sum(len(message.content) for message in self.messages)
+
 
 def load_conversations(path: Path, *, max_bytes: int = MAX_BYTES) -> list[Conversation]:
     """Read every conversation of a chat export.

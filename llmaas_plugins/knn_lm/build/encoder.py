@@ -114,7 +114,10 @@ class Encoder:
         self.close()
 
     def encode(
-        self, tokens: Tokens, between: Callable[[], None] = lambda: None
+        self,
+        tokens: Tokens,
+        between: Callable[[], None] = lambda: None,
+        progress: Callable[[float], object] = lambda _share: None,
     ) -> EncodedConversation:
         """Return all pairs of a conversation (§3.1): (state after w_1…w_m, w_{m+1}).
 
@@ -124,10 +127,19 @@ class Encoder:
         Args:
             tokens: The conversation, shape (n,) int32; every token except the first is a target.
             between: Called between batches; an exception that it raises ends the encoding.
+            progress: Called after each batch with the share of the work that is done.
         """
+        windows = list(_windows(len(tokens), self._n_ctx))
+        n_done, n_all = 0, sum(end - start for start, _, end in windows)
+
+        def batch_done(n: int) -> None:
+            nonlocal n_done
+            n_done += n
+            progress(n_done / n_all)
+
         positions, parts = [np.empty(0, np.int32)], []
-        for start, skipped, end in _windows(len(tokens), self._n_ctx):
-            found = self._window(tokens[start:end], skipped - start, between)
+        for start, skipped, end in windows:
+            found = self._window(tokens[start:end], skipped - start, between, batch_done)
             parts.append(found)
             positions.append(np.arange(skipped + 1, skipped + 1 + len(found), dtype=np.int32))
         return EncodedConversation(np.concatenate(positions), _joined(parts, self._n_embd))
@@ -145,13 +157,20 @@ class Encoder:
         use_adapter_of(self._llama, self._ctx)
         return native.hidden_states(key, capacity=self._n_batch)
 
-    def _window(self, tokens: Tokens, n_skipped: int, between: Callable[[], None]) -> Pairs:
+    def _window(
+        self,
+        tokens: Tokens,
+        n_skipped: int,
+        between: Callable[[], None],
+        batch_done: Callable[[int], None],
+    ) -> Pairs:
         """Return a window's pairs from row ``n_skipped`` on; the last token has no target."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), True)
-        rows = [
-            self._evaluate(tokens, start, n_skipped)
-            for start in _between(range(0, len(tokens), self._n_batch), between)
-        ]
+        rows = []
+        for start in range(0, len(tokens), self._n_batch):
+            between()
+            rows.append(self._evaluate(tokens, start, n_skipped))
+            batch_done(min(self._n_batch, len(tokens) - start))
         return _joined(rows, self._n_embd)
 
     def _evaluate(self, tokens: Tokens, start: int, n_skipped: int) -> Pairs:
@@ -223,12 +242,6 @@ def _windows(n_tokens: int, n_ctx: int) -> Iterator[tuple[int, int, int]]:
         start, done = end - n_ctx // 2, end - 1
         end = min(n_tokens, start + n_ctx)
         yield start, done, end
-
-
-def _between(starts: range, between: Callable[[], None]) -> Iterator[int]:
-    for start in starts:
-        between()
-        yield start
 
 
 def _joined(parts: list[Pairs], n_embd: int) -> Pairs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.archive.record import Record, conversation_id
 from llmaas_plugins.knn_lm.archive.segments import Binding
 from llmaas_plugins.knn_lm.archive.suppression import SuppressionList
-from llmaas_plugins.knn_lm.build.encoder import Encoder
+from llmaas_plugins.knn_lm.build.encoder import EncodedConversation, Encoder
 
 __all__ = ["IngestCounts", "add_conversations", "binding_of", "tokens_of"]
 
@@ -95,7 +96,7 @@ def add_conversations(  # noqa: PLR0913 -- four inputs, two callbacks and a flag
         llama: Engine whose chat handler turns the conversations into tokens.
         encoder: Encoder that evaluates the tokens.
         conversations: Each conversation with the name of the file that it came from.
-        progress: Called with 1 after each conversation.
+        progress: Called with numbers of characters whose conversations, or parts of them, are done.
         between: Called between batches; an exception that it raises ends the work.
         again: Whether to add conversations that were forgotten earlier.
 
@@ -105,6 +106,8 @@ def add_conversations(  # noqa: PLR0913 -- four inputs, two callbacks and a flag
     """
     done, suppressed = IngestCounts(), SuppressionList(archive.directory)
     for conversation, source in conversations:
+        told = _Told(conversation.n_characters, progress)
+        encode = partial(encoder.encode, between=between, progress=told.share)
         id_ = conversation_id(conversation)
         if id_ in archive:
             done = done._replace(n_known=done.n_known + 1)
@@ -112,15 +115,29 @@ def add_conversations(  # noqa: PLR0913 -- four inputs, two callbacks and a flag
             done = done._replace(n_forgotten=done.n_forgotten + 1)
         elif (tokens := _readable(llama, conversation)) is None:
             done = done._replace(n_refused=done.n_refused + 1)
-        elif (record := _record(encoder, conversation, source, tokens, between)) is None:
+        elif (record := _record(encode, conversation, source, tokens)) is None:
             done = done._replace(n_left_out=done.n_left_out + 1)
         else:
             archive.append(record)
             suppressed.discard(id_)
             n_pairs = done.n_pairs + len(record.pairs)
             done = done._replace(n_added=done.n_added + 1, n_pairs=n_pairs)
-        progress(1)
+        told.share(1)
     return done
+
+
+class _Told:
+    """Progress within a conversation, told in characters."""
+
+    def __init__(self, n_characters: int, progress: Callable[[int], None]) -> None:
+        self._n_left = self._n_all = n_characters
+        self._progress = progress
+
+    def share(self, done: float) -> None:
+        """Tell how many more characters are done, now that this share of all is."""
+        n_left = self._n_all - int(done * self._n_all)
+        self._progress(self._n_left - n_left)
+        self._n_left = n_left
 
 
 def _readable(llama: Any, conversation: Conversation) -> Tokens | None:
@@ -133,16 +150,15 @@ def _readable(llama: Any, conversation: Conversation) -> Tokens | None:
 
 
 def _record(
-    encoder: Encoder,
+    encode: Callable[[Tokens], EncodedConversation],
     conversation: Conversation,
     source: str,
     tokens: Tokens,
-    between: Callable[[], None],
 ) -> Record | None:
     """Evaluate a conversation; return None if it yields no usable pairs."""
     if len(tokens) < 2:
         return None
-    found = encoder.encode(tokens, between)
+    found = encode(tokens)
     if not np.isfinite(found.pairs.keys).all():
         return None
     return Record(conversation, source, time.time(), tokens, found.positions, found.pairs)
