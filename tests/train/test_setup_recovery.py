@@ -6,7 +6,7 @@ import pytest
 
 from llmaas_eval.families import write_family
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.cli.setup import steps
+from llmaas_plugins.cli.setup import extents
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.model.digest import file_digest
 
@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="make test-train installs it")
 def test_adapters_are_learned_for_the_searched_widths(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(steps, "_TOKENS", (2048, 2048))
+    monkeypatch.setattr(extents, "_TOKENS", (2048, 2048))
     write_family("llama", tmp_path / "model.gguf")
     command = ["setup", "model.gguf", "--skip", "learn", "profile"]
     assert main([*command, "--no-improve"]) == 0

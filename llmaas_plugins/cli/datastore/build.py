@@ -6,7 +6,10 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import sys
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +115,13 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: all)")
     parser.add_argument(
+        "--characters",
+        type=at_least(1),
+        metavar="N",
+        help="read the first conversations only, until they have N characters together (default: "
+        "all)",
+    )
+    parser.add_argument(
         "--again", action="store_true", help="also add conversations that were forgotten"
     )
 
@@ -158,7 +168,8 @@ def _add(args: argparse.Namespace) -> IngestCounts:
         )
         encoder = opened.enter_context(Encoder(llama, natives.contexts, key, args.threads or 0))
         opened.enter_context(stoppable(stopped))
-        bar = opened.enter_context(progress_bar("reading", "chat", len(found)))
+        n_characters = sum(conversation.n_characters for conversation, _ in found)
+        bar = opened.enter_context(progress_bar("reading", "character", n_characters))
         return add_conversations(
             archive, llama, encoder, found, progress=bar.update, again=args.again
         )
@@ -207,7 +218,18 @@ def _conversations(args: argparse.Namespace) -> list[tuple[Conversation, str]]:
             messages = tuple(Message(m["role"], m["content"]) for m in record.messages)  # type: ignore[arg-type]
             if messages:
                 found.append((Conversation(record.id, record.app, messages), "service"))
-    return found
+    return found if args.characters is None else _first(found, args.characters)
+
+
+def _first(
+    found: list[tuple[Conversation, str]], n_characters: int
+) -> list[tuple[Conversation, str]]:
+    """Return the first conversations, until they have this many characters together."""
+    ends = list(accumulate(one.n_characters for one, _ in found))
+    n = bisect_left(ends, n_characters) + 1
+    if n < len(found):
+        print(f"{counted(len(found) - n, 'conversation')} left for later.", file=sys.stderr)
+    return found[:n]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llmaas_plugins.elastic.units import Blocks
     from llmaas_plugins.model.forward import Evaluator
 
-__all__ = ["N_PROBED", "Speeds", "probed"]
+__all__ = ["N_PROBED", "Speeds", "probed", "store_s"]
 
 N_PROBED = 64
 """Tokens that the probe reads at each of two widths."""
@@ -80,7 +80,7 @@ def probed(model: Path, blocks: Blocks, target: Path, *, is_apart: bool) -> Spee
         half_s,
         write_s,
         _GRADIENT_READS * read_s,
-        _store_s(target),
+        store_s(target),
         _requantize_s(model, blocks) if is_apart else 0.0,
     )
 
@@ -98,7 +98,8 @@ def _read_s(evaluator: Evaluator, progress: Callable[[int], object]) -> float:
     return min(times) / N_PROBED
 
 
-def _store_s(target: Path) -> float:
+def store_s(target: Path) -> float:
+    """Return the seconds to write a byte to the disk of a file, from 32 MiB."""
     content = os.urandom(_N_BYTES)
 
     def write() -> None:

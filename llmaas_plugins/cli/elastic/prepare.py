@@ -94,10 +94,11 @@ def prepare(args: argparse.Namespace) -> int:
     """Write the prepared file of a model."""
     with stoppable(CONTINUE):
         preparation = Preparation(args)
+        if args.dry_run and args.json:  # the report has all that would be announced
+            print_report(args, preparation.estimates(), ())
+            return 0
         preparation.announce()
         if args.dry_run:
-            if args.json:
-                print_report(args, preparation.estimates(), ())
             return 0
         elastic = preparation.run()
     print_report(args, *preparation.result(elastic))

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,16 +184,18 @@ def _about(job: Job) -> str:
     )
 
 
-def _announced(run: Run, estimates: Estimates, left: Collection[str]) -> Iterator[str]:
+def _announced(run: Run, estimates: Estimates, left: set[str]) -> Iterator[str]:
     """Yield the steps with estimates; ``left`` names those that are not done."""
     for i, step in enumerate(run.steps, 1):
         seconds = estimates.seconds.get(step.name)
         time = "no estimate" if seconds is None else f"about {duration_text(seconds)}"
         yield f"{i}. {step.name}: {step.what}, {time if step.name in left else 'done'}"
-    left_s = sum(estimates.seconds.get(name, 0) for name in left)
+    known = [estimates.seconds[name] for name in left if name in estimates.seconds]
+    unknown = [step.name for step in run.steps if step.name in left - estimates.seconds.keys()]
+    which = f"without {' and '.join(unknown)}" if unknown else "together"
     yield (
-        f"about {duration_text(left_s)} together, and up to {size_text(estimates.disk_bytes)} of "
-        f"disk in {run.job.made.parent}"
+        f"about {duration_text(sum(known))} {which}, and up to {size_text(estimates.disk_bytes)} "
+        f"of disk in {run.job.made.parent}"
     )
 
 

@@ -6,34 +6,18 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from llmaas_hooks import ConfigError
-from llmaas_plugins.cli.elastic.estimates import Speeds
-from llmaas_plugins.cli.setup.processes import completed, error_of
+from llmaas_plugins.cli.elastic.estimates import Speeds, store_s
+from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.steps import (
-    N_REQUESTS,
     RECOVER,
     WORDS,
     Job,
     improving_steps,
-    recovering_s,
 )
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.json_text import parse_json
 
 __all__ = ["Estimates", "estimates_of"]
-
-_LEVELS = 5.4
-"""Sum of the nine levels."""
-_PROFILED = 10_000
-"""Prompt tokens that are timed at each level: nine lengths, three times, with two thread counts."""
-_TIMED = 500
-"""Tokens after a prompt that are timed at each level, one by one."""
-_ALONE = 12
-"""Time of a token that is evaluated alone, relative to one of a prompt."""
-_COMPARED = 750
-"""Tokens of all levels together that comparing the answers to a prompt evaluates."""
-_FULL_REQUESTS = 1000
-_BYTES = 4
-"""Bytes of a chat export for each of its tokens."""
 
 
 class Estimates(NamedTuple):
@@ -58,37 +42,36 @@ def estimates_of(job: Job) -> Estimates:
     n_bytes = job.model.stat().st_size
     packing = n_bytes if "pack" not in job.skipped else 0
     if not job.is_prepared_here:
-        return Estimates({}, packing)
+        return Estimates({"pack": packing * store_s(job.made)} if packing else {}, packing)
     with as_store_error(f"cannot make {job.folder}"):
         job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     searching = [*improving_steps(job)[0].arguments, "--dry-run"]  # all steps of `prepare`
-    done = completed(searching, shows_errors=False)
+    done = completed(searching)  # with its progress bars
     if done.returncode:
-        raise ConfigError(f"{error_of(done)} `--skip prepare` leaves levels out.")
+        raise ConfigError("the model was not probed. `--skip prepare` leaves levels out.")
     found = parse_json(done.stdout)
-    chats = sum(path.stat().st_size for path in job.chats)
-    seconds = _seconds(found, chats, n_bytes) | {RECOVER: recovering_s(job), WORDS: _WORDS_S}
-    return Estimates(seconds, found["disk_bytes"] + packing)
+    return Estimates(_seconds(job, found, n_bytes), found["disk_bytes"] + packing)
 
 
-def _seconds(found: Mapping[str, Any], n_chat_bytes: int, n_bytes: int) -> dict[str, float]:
+def _seconds(job: Job, found: Mapping[str, Any], n_bytes: int) -> dict[str, float]:
     """Return the seconds of each step from the dry run of ``llmaas elastic prepare``."""
-    speeds = Speeds(**found["speeds"])
+    speeds, extents = Speeds(**found["speeds"]), job.extents
     steps = {
         step["what"]: 0 if step["is_done"] else step["seconds"] or 0 for step in found["steps"]
     }
     search_s = sum(seconds for what, seconds in steps.items() if what.split()[0] in _SEARCHING)
-    level_s = _LEVELS * speeds.read_s
-    profile_s = level_s * (_PROFILED + _ALONE * _TIMED)
+    profile_s = extents.profiling_s(speeds.read_s)
     return {
         "prepare": sum(steps.values()) - search_s,
         "pack": n_bytes * speeds.store_s,
         "profile": profile_s,
-        "learn": N_REQUESTS * _COMPARED * speeds.read_s,
-        "datastore": n_chat_bytes / _BYTES * speeds.read_s,
+        "learn": extents.learning_s(speeds.read_s),
+        "datastore": extents.reading_s(speeds.read_s, job.n_chat_bytes),
         "search": search_s,
         "profile searched": profile_s,
-        "learn searched": _FULL_REQUESTS * _COMPARED * speeds.read_s,
+        "learn searched": extents.learning_more_s(speeds.read_s),
+        RECOVER: extents.recovering_s(),
+        WORDS: _WORDS_S,
     }
 
 

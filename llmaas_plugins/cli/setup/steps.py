@@ -5,7 +5,6 @@ A step runs in a process of its own, so its memory is free again before the next
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import shlex
@@ -16,17 +15,14 @@ from typing import Any, NamedTuple
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import content_of
-from llmaas_plugins.cli.models import trained_context
+from llmaas_plugins.cli.setup.extents import Extents
 from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.record import Done, folder_of, key_of
 from llmaas_plugins.files.json_text import parse_json
-from llmaas_plugins.machine import usable_processors
 from llmaas_plugins.model.digest import file_digest
-from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.short_prompts.encoder.body import PACKAGE
 
 __all__ = [
-    "N_REQUESTS",
     "RECOVER",
     "STEPS",
     "WITHOUT",
@@ -35,7 +31,6 @@ __all__ = [
     "Step",
     "holds",
     "improving_steps",
-    "recovering_s",
     "run",
     "steps_of",
     "widths_of",
@@ -50,17 +45,7 @@ WITHOUT = {
 }
 """Steps whose failure is no failure of the command, and what follows from it."""
 
-N_REQUESTS = 128
-"""Prompts of the first outcome table; the one that follows has as many as the command's default."""
-_LENGTHS = (32, 64, 128, 256, 512)
-_RECOVERED = 4e13
-"""Parameters of a model times tokens to learn from: two hours for all levels on two cores."""
-_RECOVERED_S = 3.6e-10
-"""Seconds of one processor for each parameter and token."""
-_MOST_PROCESSORS = 8
-"""Processors by which that time is divided at most: two were measured, and many wait for memory."""
-_TOKENS = 1 << 13, 1 << 18
-"""Fewest and most tokens that adapters learn from."""
+_LARGE = ", because the model is large"
 _GGUF = ".gguf"
 
 
@@ -93,6 +78,16 @@ class Job:
         if not self.is_prepared_here:
             return self.model
         return self.model.with_name(f"{self.model.name.removesuffix(_GGUF)}.elastic{_GGUF}")
+
+    @property
+    def extents(self) -> Extents:
+        """How much the steps evaluate."""
+        return Extents(self.model, self.digest)
+
+    @property
+    def n_chat_bytes(self) -> int:
+        """Size of the chat exports."""
+        return sum(path.stat().st_size for path in self.chats)
 
     @property
     def folder(self) -> Path:
@@ -159,15 +154,9 @@ def steps_of(job: Job) -> list[Step]:
             (job.made,),
         ),
         "profile": _profile(job, "profile", table),
-        "learn": _learn(job, "learn", table, "--requests", str(N_REQUESTS)),
-        "datastore": Step(
-            "datastore",
-            "select what the chats can tell the model",
-            ("datastore", "build", *map(str, job.chats), "--model", made, "--store", str(job.store),
-             "--json"),
-            (job.made, *job.chats),
-        ),
-    }  # fmt: skip
+        "learn": _learn(job, "learn", table, job.extents.n_requests),
+        "datastore": _datastore(job),
+    }
     left_out = set(job.skipped) | (set() if job.chats else {"datastore"})
     left_out |= set() if job.is_prepared_here else {"prepare"}
     left_out |= set() if job.is_prepared_here or job.table else {"profile", "learn"}
@@ -189,7 +178,7 @@ def improving_steps(job: Job) -> list[Step]:
         ),
         **({RECOVER: _recover(job)} if has_torch else {}),
         "profile": _profile(job, "profile searched", "searched"),
-        "learn": _learn(job, "learn searched", "searched"),
+        "learn": _learn(job, "learn searched", "searched", job.extents.n_more_requests),
         **({WORDS: _words(job)} if has_torch and importlib.util.find_spec(PACKAGE) else {}),
     }
     return [step for name, step in known.items() if name not in job.skipped]
@@ -249,32 +238,26 @@ def _prepare(job: Job) -> tuple[str, ...]:
     return ("elastic", "prepare", str(job.model), "-o", str(job.made), "--scores", scores)
 
 
+def _datastore(job: Job) -> Step:
+    n_characters, what = job.extents.n_characters(job.n_chat_bytes), "the chats"
+    options = () if n_characters is None else ("--characters", str(n_characters))
+    if n_characters is not None:
+        what = f"the first {n_characters:,} characters of the chats"
+    store = "--model", str(job.made), "--store", str(job.store)
+    return Step(
+        "datastore",
+        f"select what {what} can tell the model",
+        ("datastore", "build", *map(str, job.chats), *store, *options, "--json"),
+        (job.made, *job.chats),
+    )
+
+
 def _recover(job: Job) -> Step:
-    tokens = str(_recovered_tokens(job))
+    tokens = str(job.extents.n_recovered)
     arguments = ("elastic", "recover", str(job.made), "--table", "searched", "--tokens", tokens)
     what = "learn adapters that win back part of what the levels lose"
     # by layers, because apps need the memory meanwhile
     return Step(RECOVER, what, (*arguments, "--by-layers", "--json"), (job.made,), "searched")
-
-
-def recovering_s(job: Job) -> float:
-    """Return about how many seconds adapters take to learn with this machine's processors."""
-    work_s = _RECOVERED_S * _n_parameters(job.model, job.digest) * _recovered_tokens(job)
-    return work_s / min(usable_processors(), _MOST_PROCESSORS)
-
-
-def _recovered_tokens(job: Job) -> int:
-    """Return from how many tokens adapters learn, fewer for larger models."""
-    least, most = _TOKENS
-    fitting = int(_RECOVERED / _n_parameters(job.model, job.digest))
-    return min(most, max(least, 1 << max(0, fitting.bit_length() - 1)))
-
-
-@functools.cache
-def _n_parameters(model: Path, digest: str) -> int:
-    """Count the parameters of the model with this digest, whose header is read once."""
-    del digest
-    return sum(one.n_rows * one.n_columns for one in read_header(model).tensors.values())
 
 
 def _words(job: Job) -> Step:
@@ -283,23 +266,22 @@ def _words(job: Job) -> Step:
 
 
 def _profile(job: Job, name: str, table: str) -> Step:
-    arguments = ("elastic", "profile", str(job.made), "--table", table, *_lengths(job.model))
-    what = "measure how long each level takes"
-    return Step(name, what, (*arguments, "--json"), (job.made,), table)
-
-
-def _learn(job: Job, name: str, table: str, *options: str) -> Step:
-    what = "measure how often each level answers as the whole model"
-    arguments = ("deadlines", "learn", str(job.made), "--table", table, *options, "--json")
+    extents, what = job.extents, "measure how long each level takes"
+    lengths = ",".join(map(str, extents.lengths))
+    options = () if extents.are_lengths_usual else ("--prompts", lengths)
+    if extents.has_few_lengths:
+        what += f" with prompts of {lengths.replace(',', ' and ')} tokens only{_LARGE}"
+    arguments = ("elastic", "profile", str(job.made), "--table", table, *options, "--json")
     return Step(name, what, arguments, (job.made,), table)
 
 
-def _lengths(model: Path) -> tuple[str, ...]:
-    """Return the option for shorter prompts if the model was not trained with long ones."""
-    n_trained = trained_context(model)
-    if n_trained is None or n_trained >= _LENGTHS[-1]:
-        return ()
-    return ("--prompts", ",".join(str(n) for n in _LENGTHS if n <= n_trained))
+def _learn(job: Job, name: str, table: str, n_requests: int | None) -> Step:
+    what = "measure how often each level answers as the whole model"
+    if n_requests is not None and job.extents.has_few_requests:
+        what += f" to {n_requests} prompts only{_LARGE}"
+    options = () if n_requests is None else ("--requests", str(n_requests))
+    arguments = ("deadlines", "learn", str(job.made), "--table", table, *options, "--json")
+    return Step(name, what, arguments, (job.made,), table)
 
 
 def _json(content: str) -> dict[str, Any]:

@@ -105,6 +105,17 @@ def test_building_again_adds_what_is_new(run, export):
 
 
 @pytest.mark.slow
+def test_the_first_conversations_are_read_and_the_rest_later(run, export, command, capsys):
+    n = sum(len(message["content"]) for message in chat(0)["messages"])
+    assert main([*command("add", export(range(4))), "--characters", str(n + 1)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "2 conversations left for later.\n"
+    assert printed.out.startswith("2 conversations added, ")
+    code, added = run("add", export(range(4)), "--characters", 10 * n)
+    assert (code, added["n_added"], added["n_known"]) == (0, 2, 2)
+
+
+@pytest.mark.slow
 def test_forgotten_chats_are_neither_stored_nor_selected(run, export, tmp_path):
     run("build", export(range(4)))
     gone = run("inspect")[1]["conversations"][1]

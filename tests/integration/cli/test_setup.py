@@ -15,7 +15,7 @@ import pytest
 from llmaas_eval.data import packaged_chats
 from llmaas_eval.families import write_family
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.cli.setup import processes, steps
+from llmaas_plugins.cli.setup import extents, processes
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.model.digest import file_digest
 
@@ -39,7 +39,7 @@ def folder(tmp_path, monkeypatch):
     """Return a folder to set up in, whose home has no files of others."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("GGML_NO_BACKTRACE", "1")
-    monkeypatch.setattr(steps, "_TOKENS", (1, 1))  # adapters cannot be learned from so few
+    monkeypatch.setattr(extents, "_TOKENS", (1, 1))  # adapters cannot be learned from so few
     for name in ("LLMAAS_CONFIG", "LLMAAS_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     work = tmp_path / "work"
@@ -154,6 +154,10 @@ def test_settings_of_the_user_do_not_change_what_is_made(folder, capfd, monkeypa
 
 def test_a_model_that_cannot_be_prepared_gets_the_rest(folder, capfd):
     write_family("gpt-oss", folder / "model.gguf")
+    _, report, said = setup(capfd, "--chats", str(packaged_chats()[0]), "--dry-run")
+    assert report["steps"][0]["estimated_s"] > 0
+    assert "datastore: select what the chats can tell the model, no estimate" in said
+    assert "about 1 s without datastore, and up to" in said
     status, report, said = setup(capfd)  # nothing goes on in the background
     assert status == 0
     assert "elastic and deadlines are left out:" in said

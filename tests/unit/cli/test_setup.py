@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,13 +15,31 @@ from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.setup.config_text import Settings, check_ours, config_text, write_config
+from llmaas_plugins.cli.setup.extents import Extents
 from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record, folder_of, key_of
-from llmaas_plugins.cli.setup.steps import Job, improving_steps, recovering_s, steps_of
+from llmaas_plugins.cli.setup.steps import Job, improving_steps, steps_of
 from llmaas_plugins.config import load_config
 from llmaas_plugins.reference_model import reference_model_path
 from llmaas_plugins.sizes import memory_bytes
 
-STEPS = "llmaas_plugins.cli.setup.steps"
+
+def file_of(path, n_rows, n_trained=8192):
+    """Write a model's header for ``n_rows`` rows of 64 numbers, and no weights."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(n_trained)
+    writer.add_tensor_info("x", (n_rows, 64), np.dtype(np.float32), n_rows * 256)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, 4096 + n_rows * 256)  # without blocks on the disk
+    return path
+
+
+def chats_of(folder, n_bytes):
+    path = folder / "chats.json"
+    path.write_bytes(bytes(n_bytes))
+    return path
 
 
 @pytest.fixture
@@ -34,7 +53,7 @@ def names(job):
 
 
 def test_steps_come_in_the_order_in_which_they_need_each_other(tmp_path):
-    job = Job(reference_model_path(), "d", (tmp_path / "chats.json",))
+    job = Job(reference_model_path(), "d", (chats_of(tmp_path, 1),))
     assert names(job) == ["prepare", "pack", "profile", "learn", "datastore"]
     made = str(job.model.with_suffix(".elastic.gguf"))
     assert all(made in step.arguments for step in steps_of(job))
@@ -45,7 +64,7 @@ def test_steps_come_in_the_order_in_which_they_need_each_other(tmp_path):
 
 
 def test_a_model_that_is_not_prepared_has_no_levels(tmp_path):
-    job = Job(reference_model_path(), "d", (tmp_path / "chats.json",), frozenset({"prepare"}))
+    job = Job(reference_model_path(), "d", (chats_of(tmp_path, 1),), frozenset({"prepare"}))
     assert job.made == job.model
     assert names(job) == ["pack", "datastore"]
     assert all(str(job.model) in step.arguments for step in steps_of(job))
@@ -79,22 +98,46 @@ def test_words_are_learned_with_torch_and_the_pretrained_encoder(monkeypatch, se
 @pytest.mark.parametrize(("n_rows", "n_tokens"), [(1 << 20, 1 << 18), (1 << 26, 1 << 13)])
 def test_adapters_of_large_models_learn_from_fewer_tokens(tmp_path, monkeypatch, n_rows, n_tokens):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch")
-    path = tmp_path / "model.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_tensor_info("x", (n_rows, 64), np.dtype(np.float32), n_rows * 256)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    os.truncate(path, 4096 + n_rows * 256)  # without blocks on the disk
+    path = file_of(tmp_path / "model.gguf", n_rows)
     (step,) = [one for one in improving_steps(Job(path, "d")) if one.name == "recover"]
     assert step.arguments[-3] == str(n_tokens)
     found = {}
     for n_processors in (2, 8, 64):
-        monkeypatch.setattr(f"{STEPS}.usable_processors", lambda n=n_processors: n)
-        found[n_processors] = recovering_s(Job(path, "d"))
+        monkeypatch.setattr(
+            "llmaas_plugins.cli.setup.extents.usable_processors", lambda n=n_processors: n
+        )
+        found[n_processors] = Job(path, "d").extents.recovering_s()
     assert found[2] < 4 * 3600
     assert found[64] == found[8] == pytest.approx(found[2] / 4)
+
+
+def test_steps_do_less_for_a_large_model_and_say_so(tmp_path):
+    chats = chats_of(tmp_path, 1_000_000)
+    small, large = (
+        Job(file_of(tmp_path / f"{n_rows}.gguf", n_rows), str(n_rows), (chats,))
+        for n_rows in (1 << 20, 1 << 27)  # 67 million and 8.6 billion parameters
+    )
+    for job, n_requests, lengths in ((small, "128", None), (large, "32", "32,512")):
+        steps = {step.name: step for step in (*steps_of(job), *improving_steps(job))}
+        for name in ("profile", "profile searched"):
+            options = dict(pairwise(steps[name].arguments))
+            assert options.get("--prompts") == lengths
+        assert dict(pairwise(steps["learn"].arguments))["--requests"] == n_requests
+        found = [steps[name].what for name in ("profile", "profile searched", "learn")]
+        assert all("because the model is large" in what for what in found) == (job is large)
+        assert ("--requests" in steps["learn searched"].arguments) == (job is large)
+        assert ("--characters" in steps["datastore"].arguments) == (job is large)
+    assert "the first 65,536 characters of the chats" in steps["datastore"].what
+    read_s = 0.1  # two cores read an 8 B model at ten tokens a second
+    assert large.extents.profiling_s(read_s) + large.extents.learning_s(read_s) < 2 * 3600
+    assert large.extents.profiling_s(read_s) < small.extents.profiling_s(read_s) / 2
+    assert large.extents.learning_more_s(read_s) < 3 * 3600
+    assert large.extents.reading_s(read_s, chats.stat().st_size) < 3600
+
+
+def test_a_model_of_short_prompts_is_timed_with_these(tmp_path):
+    path = file_of(tmp_path / "model.gguf", 1 << 27, n_trained=128)
+    assert Extents(path, "d").lengths == (32, 64, 128)
 
 
 @pytest.mark.parametrize("has_words", [True, False])
