@@ -14,7 +14,7 @@ from llmaas_plugins.model.loading import loaded
 if TYPE_CHECKING:
     from llmaas_plugins.model.forward import Evaluator
 
-__all__ = ["add_model_action", "evaluator_of", "identified", "trained_context"]
+__all__ = ["add_model_action", "evaluator_of", "identified", "opening", "trained_context"]
 
 _POLL_S = 0.2
 
@@ -60,10 +60,25 @@ def evaluator_of(model: Path, **plugins: object) -> Iterator[tuple[Any, Evaluato
 
     with (
         activate({"on_error": "raise"}, plugins),
-        loaded(model) as opened,
+        opening(model) as opened,
         Evaluator(opened.model) as evaluator,
     ):
         yield opened, evaluator
+
+
+@contextlib.contextmanager
+def opening(model: Path) -> Iterator[Any]:
+    """Load a model without a context, with a progress bar, which takes long from a slow disk.
+
+    Raises:
+        ConfigError: llama.cpp cannot load the model.
+    """
+    with contextlib.ExitStack() as stack:
+        with progress_bar(f"opening {model.name}", "%", 100) as bar:
+            opened = stack.enter_context(
+                loaded(model, progress=lambda share: bar.update(int(100 * share) - bar.n))
+            )
+        yield opened
 
 
 def trained_context(model: Path) -> int | None:

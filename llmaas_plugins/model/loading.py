@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,19 @@ def load_errors(path: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loaded(path: Path, *, is_vocab_only: bool = False) -> Iterator[Any]:
+def loaded(
+    path: Path,
+    *,
+    is_vocab_only: bool = False,
+    progress: Callable[[float], object] = lambda _share: None,
+) -> Iterator[Any]:
     """Load a model without a context, or only its vocabulary.
+
+    Args:
+        path: The model.
+        is_vocab_only: Whether to load only its vocabulary.
+        progress: Called with the share that is loaded. The share falls back if llama.cpp loads the
+            model a second time.
 
     Raises:
         ConfigError: llama.cpp cannot load the model.
@@ -43,10 +54,22 @@ def loaded(path: Path, *, is_vocab_only: bool = False) -> Iterator[Any]:
     set_verbose(False)  # ggml logs every graph
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = is_vocab_only
+    params.progress_callback = _callback(progress)
     with load_errors(path):
         model = load_model(path, params)
     with contextlib.closing(model):
         yield model
+
+
+def _callback(progress: Callable[[float], object]) -> Any:
+    """Return llama.cpp's form of a function that is told of progress."""
+    from llama_cpp import llama_cpp
+
+    def told(share: float, _data: int | None) -> bool:
+        progress(share)
+        return True
+
+    return llama_cpp.llama_progress_callback(told)
 
 
 @contextlib.contextmanager

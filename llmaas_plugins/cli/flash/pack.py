@@ -13,9 +13,8 @@ from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.flash.sharing import measured_shares
 from llmaas_plugins.cli.given_text import tokens_of
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import add_model_action, identified
+from llmaas_plugins.cli.models import add_model_action, identified, opening
 from llmaas_plugins.cli.output import progress_bar
-from llmaas_plugins.model.loading import loaded
 
 if TYPE_CHECKING:
     from llmaas_plugins.flash_weights.calibration import Calibration
@@ -192,7 +191,7 @@ def _calibrated(
     config = {"on_error": "raise", "plugins": {"flash_weights": {}}}
     with contextlib.ExitStack() as opened:
         opened.enter_context(activate(config, {"calibrator": calibrator}))
-        model = opened.enter_context(loaded(path))
+        model = opened.enter_context(opening(path))
         tokens = None if text is None else tokens_of(text, model)
         bar = opened.enter_context(progress_bar("calibrating", "token", _N_TOKENS))
         return calibrator.calibrate(

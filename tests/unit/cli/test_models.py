@@ -56,6 +56,14 @@ def test_a_file_is_read_once_and_with_progress(tmp_path, bars):
     assert len(bars) == 1
 
 
+def test_a_model_is_opened_with_progress(bars, reference_model):
+    with models.opening(reference_model) as opened:
+        assert opened.n_embd() > 0
+    (bar,) = bars
+    assert bar.total == bar.seen[-1] == 100
+    assert any(0 < n < 100 for n in bar.seen)
+
+
 def test_what_cannot_be_read_is_said(tmp_path, bars):
     with pytest.raises(StoreError, match=r"cannot read .*none\.gguf"):
         models.identified(tmp_path / "none.gguf")
