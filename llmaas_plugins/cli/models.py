@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_plugins.cli.output import progress_bar
+from llmaas_plugins.cli.output import progress_bar, progress_bar_on_copy
 from llmaas_plugins.model.loading import loaded
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def opening(model: Path) -> Iterator[Any]:
         ConfigError: llama.cpp cannot load the model.
     """
     with contextlib.ExitStack() as stack:
-        with progress_bar(f"opening {model.name}", "%", 100) as bar:
+        with progress_bar_on_copy(f"opening {model.name}", "%", 100) as bar:
             opened = stack.enter_context(
                 loaded(model, progress=lambda share: bar.update(int(100 * share) - bar.n))
             )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from llmaas_plugins.cli.interrupts import close_stdout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 __all__ = [
     "counted",
@@ -20,6 +22,7 @@ __all__ = [
     "printable",
     "progress",
     "progress_bar",
+    "progress_bar_on_copy",
     "setting_text",
     "size_text",
 ]
@@ -89,11 +92,24 @@ def progress_bar(what: str, unit: str, total: int) -> Any:
     return _bar(None, desc=what, unit=unit, unit_scale=True, total=total)
 
 
+@contextlib.contextmanager
+def progress_bar_on_copy(what: str, unit: str, total: int) -> Iterator[Any]:
+    """Show a progress bar on a copy of stderr: llama-cpp-python closes stderr while it loads."""
+    with contextlib.ExitStack() as opened:
+        try:
+            file = opened.enter_context(os.fdopen(os.dup(sys.stderr.fileno()), "w"))
+        except (AttributeError, OSError, ValueError):  # stderr is no file, or closed
+            file = sys.stderr
+        yield opened.enter_context(
+            _bar(None, desc=what, unit=unit, unit_scale=True, total=total, file=file)
+        )
+
+
 def _bar(rows: Any, **kwargs: Any) -> Any:
     """Make a progress bar on stderr, which is shown only on a terminal."""
     from tqdm import tqdm
 
-    return tqdm(rows, disable=None, leave=False, file=sys.stderr, **kwargs)
+    return tqdm(rows, disable=None, leave=False, **{"file": sys.stderr, **kwargs})
 
 
 def print_report(args: argparse.Namespace, report: dict[str, Any], lines: Iterable[str]) -> None:

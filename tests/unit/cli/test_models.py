@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import sys
 
 import numpy as np
 import pytest
 
+from llmaas_eval.sizes.watching import Limits, watch
 from llmaas_hooks import StoreError
 from llmaas_plugins.cli import models
 from llmaas_plugins.files import digest_cache
@@ -37,6 +41,7 @@ def bars(monkeypatch, tmp_path):
         return contextlib.nullcontext(made[-1])
 
     monkeypatch.setattr(models, "progress_bar", progress_bar)
+    monkeypatch.setattr(models, "progress_bar_on_copy", progress_bar)
     monkeypatch.setattr(models, "_POLL_S", 0.001)
     monkeypatch.setattr(digest, "_SETTLED_NS", -(1 << 62))
     monkeypatch.setattr(digest, "_known", {})
@@ -62,6 +67,22 @@ def test_a_model_is_opened_with_progress(bars, reference_model):
     (bar,) = bars
     assert bar.total == bar.seen[-1] == 100
     assert any(0 < n < 100 for n in bar.seen)
+
+
+def test_the_progress_of_opening_is_seen_on_a_terminal(tmp_path, reference_model):
+    code = (
+        "import time\n"
+        "from pathlib import Path\n"
+        "from llmaas_plugins.cli import models\n"
+        "from llmaas_plugins.model import loading\n"
+        "callback = loading._callback\n"
+        "def slow(progress):\n"
+        "    return callback(lambda share: (time.sleep(0.05), progress(share)))\n"
+        "loading._callback = slow\n"
+        f"with models.opening(Path({str(reference_model)!r})): pass\n"
+    )
+    said = watch([sys.executable, "-c", code], os.environ, tmp_path, Limits(60, 8 << 30)).said
+    assert any(re.search(r"opening .*\b[1-9]\d?%", line) for line in said), said
 
 
 def test_what_cannot_be_read_is_said(tmp_path, bars):
