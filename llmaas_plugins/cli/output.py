@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llmaas_plugins.cli.interrupts import close_stdout
 
@@ -96,10 +96,9 @@ def progress_bar(what: str, unit: str, total: int) -> Any:
 def progress_bar_on_copy(what: str, unit: str, total: int) -> Iterator[Any]:
     """Show a progress bar on a copy of stderr: llama-cpp-python closes stderr while it loads."""
     with contextlib.ExitStack() as opened:
-        try:
+        file: TextIO = sys.stderr
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be no file
             file = opened.enter_context(os.fdopen(os.dup(sys.stderr.fileno()), "w"))
-        except (AttributeError, OSError, ValueError):  # stderr is no file, or closed
-            file = sys.stderr
         yield opened.enter_context(
             _bar(None, desc=what, unit=unit, unit_scale=True, total=total, file=file)
         )
