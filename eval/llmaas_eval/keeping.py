@@ -36,6 +36,7 @@ REPORTS = (
     "llmaas_eval.prompts.gap_tables",
     "llmaas_eval.prompts.short_tables",
     "llmaas_eval.pareto.report",
+    "llmaas_eval.sizes.report",
     "llmaas_eval.benchmarks.kv_chunks",
     "llmaas_eval.benchmarks.engine",
     "llmaas_eval.benchmarks.elastic",

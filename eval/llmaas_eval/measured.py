@@ -8,7 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["measured_once"]
+__all__ = ["measured_once", "measured_path"]
+
+
+def measured_path(folder: Path, about: Any) -> Path:
+    """Return the file of a measurement; without it, ``measured_once`` measures again."""
+    text = json.dumps(about, sort_keys=True)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
 def measured_once(folder: Path, about: Any, measure: Callable[[], Any]) -> Any:
@@ -19,8 +25,7 @@ def measured_once(folder: Path, about: Any, measure: Callable[[], Any]) -> Any:
         about: All that the result depends on, as JSON types.
         measure: Function that measures.
     """
-    text = json.dumps(about, sort_keys=True)
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    path = measured_path(folder, about)
     if not path.exists():
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(measure()), encoding="utf-8")

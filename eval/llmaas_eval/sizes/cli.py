@@ -9,7 +9,8 @@ vocabulary is a real one, from the sdist of llama-cpp-python, and is kept in the
 
 ``run`` runs every feature on a model, each in a process of its own with limits of time and memory,
 and prints what works, what is refused and why, and what each took. The same command goes on where
-it was stopped. The disk needs room for the model and one file made of it.
+it was stopped, and tries again what failed. The disk needs room for the model and one file made of
+it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", type=Path, help="GGUF file")
     add("--folder", type=Path, required=True, help="folder for made files and figures")
-    add("--only", nargs="+", default=[], metavar="WORD", help="only features with these words")
+    add("--only", nargs="+", default=[], metavar="WORD",
+        help="only features with these words, and those that they need")  # fmt: skip
     add("--minutes", type=float, default=15.0,
         help="limit of time of each feature; default %(default)g")  # fmt: skip
     add("--memory", type=float, default=16.0,
@@ -76,7 +78,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmaas_eval.sizes.running import TABLES, run_features
+    from llmaas_eval.sizes.report import TABLES
+    from llmaas_eval.sizes.running import run_features
     from llmaas_eval.sizes.watching import Limits
     from llmaas_plugins.model.gguf_header import read_header
     from llmaas_plugins.run_record import run_record

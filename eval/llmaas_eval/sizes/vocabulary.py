@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import tempfile
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def vocabulary_file(name: str, folder: Path, sdist: Path | None = None) -> Path:
     if path.exists():
         return path
     version = importlib.metadata.version("llama-cpp-python")
+    if sdist is None:
+        sys.stderr.write("downloading llama-cpp-python's sdist, which takes a minute ...\n")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source = sdist or download(version, Path(scratch))
         return extract_vocabulary(source, version, name, Path(scratch)).replace(path)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from llmaas_eval.sizes import running
 from llmaas_eval.sizes.activity import ACTIVITIES
 from llmaas_eval.sizes.cli import main
-from llmaas_eval.sizes.features import GROUPS, remove
-from llmaas_eval.sizes.running import TABLES
+from llmaas_eval.sizes.features import GROUPS, Feature, Group, remove
+from llmaas_eval.sizes.report import TABLES
+from llmaas_eval.sizes.running import run_features
 from llmaas_eval.sizes.shapes import SizedShape
 from llmaas_eval.sizes.watching import Limits, watch
 from llmaas_eval.sizes.writing import plan_model, write_sized
@@ -132,6 +134,48 @@ def test_a_feature_is_skipped_if_what_it_needs_has_failed(model, tmp_path):
     }  # fmt: skip
 
 
+def groups(monkeypatch, **commands):
+    """Run these commands as features, of which each needs the file that the first one makes."""
+    first, *others = commands
+    features = [Feature(first, [sys.executable, "-c", commands[first]])]
+    features += [Feature(name, [sys.executable, "-c", commands[name]], first) for name in others]
+    monkeypatch.setattr(running, "GROUPS", (Group(tuple(features), ("made.txt",)),))
+
+
+def verdicts(model, folder, *only):
+    return {row["feature"]: row["verdict"] for row in run_features(model, folder, AMPLE, only)}
+
+
+def test_files_that_are_gone_are_made_again_for_a_feature_that_has_to_run(
+    model, tmp_path, monkeypatch, capfd
+):
+    groups(monkeypatch, make="open('made.txt', 'w')", use="open('made.txt')")
+    assert verdicts(model, tmp_path, "make") == {"make": "works"}
+    assert verdicts(model, tmp_path, "use") == {"make": "works", "use": "works"}
+    assert not (tmp_path / "made.txt").exists()
+    assert verdicts(model, tmp_path) == {"make": "works", "use": "works"}
+    assert capfd.readouterr().err == "make ...\nmake ...\nuse ...\n"
+
+
+def test_what_failed_is_tried_again(model, tmp_path, monkeypatch, capfd):
+    groups(monkeypatch, make="open('made.txt', 'w')", use="open('missing')", refuse="exit(2)")
+    for use in ("failed", "works"):
+        expected = {"make": "works", "use": use, "refuse": "refused"}
+        assert verdicts(model, tmp_path) == expected
+        (tmp_path / "missing").touch()
+    assert capfd.readouterr().err.splitlines() == [
+        *("make ...", "use ...", "refuse ..."),
+        *("make ...", "use ..."),
+    ]
+
+
+def test_rows_do_not_name_the_folder(model, tmp_path, monkeypatch):
+    groups(monkeypatch, say="import os; print('kept in', os.getcwd())")
+    (row,) = run_features(model, tmp_path, AMPLE)
+    assert row["why"] == "kept in ~"
+    assert row["said"] == ["kept in ~"]
+
+
 @pytest.mark.slow
 def test_a_run_that_is_terminated_leaves_no_process(model, tmp_path):
     folder = tmp_path / "run"
@@ -178,15 +222,24 @@ def test_the_table_has_all_figures_and_short_reasons():
     }  # fmt: skip
     skipped = {"feature": "mix", "verdict": "skipped", "why": "needs build"}
     table = TABLES["sizes"]([{"model": "llama", "rows": [row, skipped]}])
-    assert table.rows[0][:8] == [
-        "llama",
-        "doctor",
-        "refused",
-        "12.3",
-        "1.23",
-        "0.01",
-        "0.00",
-        "2.0",
+    assert table.rows[0][:7] == ["doctor", "refused", "12.3", "1.23", "0.01", "0.00", "2.0"]
+    assert len(table.rows[0][7]) == 160
+    assert table.rows[1] == ["mix", "skipped", *[""] * 5, "needs build"]
+
+
+def test_models_are_shown_side_by_side():
+    good = {"feature": "build", "verdict": "works", "why": "done", "seconds": 61.6,
+            "private_bytes": 5120 * MB}  # fmt: skip
+    refused = {**good, "verdict": "refused", "why": "no experts"}
+    skipped = {"feature": "mix", "verdict": "skipped", "why": "needs build"}
+    models = [
+        {"model": "a", "rows": [good]},
+        {"model": "b", "rows": [refused, skipped]},
+        {"model": "c", "rows": [refused]},
     ]
-    assert len(table.rows[0][8]) == 160
-    assert table.rows[1] == ["llama", "mix", "skipped", *[""] * 5, "needs build"]
+    table = TABLES["sizes"](models)
+    assert table.columns == ["feature", "a", "b", "c", "why not"]
+    assert table.rows == [
+        ["build", "62 s, 5.1 GB", "refused", "refused", "no experts"],
+        ["mix", "", "skipped", "", ""],
+    ]
