@@ -19,7 +19,8 @@ class MemoryClaim:
         most: Bytes beyond which more memory is of no use.
         saved: Time that the memory would save, as points of bytes and seconds a second (seconds
             saved in each second of the recent past), ascending in both from (0, 0) on. Between two
-            points a line is assumed. No point beyond (0, 0) means that nothing is known yet.
+            points a line is assumed. No point beyond (0, 0) means that nothing is known yet, and a
+            point with 0 seconds that such memory is known to save nothing.
         resize: Function that sets the bytes that the plugin may use. It releases what is more
             before it returns. It is called on a thread of its own, and may wait. None for memory
             that the plugin needs and never gives back: it has no part in the division.
@@ -37,6 +38,11 @@ class MemoryClaim:
     least: int = 0
     taken: int | None = None
     why: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what the memory saves, even if that is nothing."""
+        return any(n_bytes for n_bytes, _ in self.saved)
 
     @classmethod
     def reserved(cls, owner: str, held: int, why: str) -> Self:

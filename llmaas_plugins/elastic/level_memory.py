@@ -9,8 +9,6 @@ from llmaas_plugins.memory.recent import TIME_S, RecentSums
 __all__ = ["LevelMemory"]
 
 _SAID, _PASSED = range(2)
-_LEAST_S = 1e-9
-"""Least seconds a second of a claim: with 0, the division would take its worth for unknown."""
 
 
 class LevelMemory:
@@ -85,7 +83,7 @@ class LevelMemory:
         if paid is not None and paid[0] == size:
             points.append((most - 1, 0.0))
             saved_s += paid[1] * said
-        points.append((most, max(_LEAST_S, saved_s)))
+        points.append((most, saved_s))
         if allowed is None:
             allowed = most if taken else 0
         return MemoryClaim(

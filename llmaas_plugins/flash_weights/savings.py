@@ -30,7 +30,7 @@ class Seen(NamedTuple):
 class WeightSavings:
     """Estimate of the seconds saved a second by each byte of kept weights.
 
-    A byte that is kept need not be waited for in any pass through the weights. The wait for a byte
+    Nothing is known before the first pass through the weights. A byte that is kept need not be waited for in any pass through the weights. The wait for a byte
     is the recent time of all waits, divided by the bytes that were not kept in each pass. If
     computing takes longer than reading, nothing waits, and more memory saves nothing.
     """
@@ -39,12 +39,14 @@ class WeightSavings:
         """Start without measurements."""
         self._sums = RecentSums(3)
         self._byte_s = _FIRST_S
+        self._is_known = False
 
     def saw(self, before: Seen, now: Seen, n_bytes: int, kept: int) -> None:
         """Record what a model of ``n_bytes`` did while it kept ``kept`` of them."""
         n_passes = now.n_batches - before.n_batches
         if n_passes <= 0:
             return
+        self._is_known = True
         self._sums.add(_STALLED, (now.stalled_ns - before.stalled_ns) / 1e9)
         self._sums.add(_MISSED, n_passes * (n_bytes - kept))
         self._sums.add(_PASSED, n_passes * n_bytes)
@@ -81,7 +83,9 @@ class WeightSavings:
         beyond = max(0, kept - total("least_bytes"))
         lent = min(lent, beyond)
         held = beyond - lent
-        points = ((0, 0.0), (most, most * self.saved_s(total("bytes"))))
+        points: tuple[tuple[int, float], ...] = ((0, 0.0),)
+        if self._is_known:
+            points += ((most, most * self.saved_s(total("bytes"))),)
         why = "each pass through the weights need not wait for them"
         needed = total("arena_bytes") + total("passing_bytes") + kept - beyond
         return [

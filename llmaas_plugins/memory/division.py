@@ -9,6 +9,7 @@ Algorithm 2).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,18 +40,25 @@ class Values(NamedTuple):
 def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
     """Return the bytes for each claim, together at most ``n_bytes``, to within a step for each.
 
-    A claim keeps its least bytes, or all that it has if nothing is known of it. Memory that saves
-    no time stays where it is. If there is more, the first claims get it. A claim whose memory
+    A claim keeps its least bytes, and all that it has if nothing is known of it; where that is too
+    much, such claims shrink alike. Memory that is known to save no time goes to whom it saves some,
+    and otherwise stays where it is. If there is more, the first claims get it. A claim whose memory
     would change by less than a step keeps what it has.
     """
     n_left = max(0, n_bytes) // STEP
     curves = [_curve(claim, n_bytes) for claim in claims]
     given = [0] * len(claims)
     for i, claim in enumerate(claims):
-        is_known = any(seconds for _, seconds in claim.saved)
-        kept = claim.least if is_known else max(claim.least, claim.held)
-        given[i] = min(n_left, -(-min(kept, claim.most) // STEP))
+        given[i] = min(n_left, _steps(claim, claim.least))
         n_left -= given[i]
+    more = [
+        0 if claim.is_known else max(0, _steps(claim, claim.held) - n)
+        for claim, n in zip(claims, given, strict=True)
+    ]
+    kept = min(n_left, sum(more))
+    n_left -= kept
+    for i, n in enumerate(_in_proportion(kept, more)):
+        given[i] += n
     while n_left:
         found = [_best(curve[n : n + n_left + 1]) for curve, n in zip(curves, given, strict=True)]
         best = max(range(len(found)), key=lambda i: found[i][0], default=None)
@@ -81,6 +89,18 @@ def values(claim: MemoryClaim) -> Values:
     n = min(claim.held // STEP, len(curve) - 1)
     each_mib = STEP >> 20
     return Values(_best(curve[n::-1], sign=-1)[0] / each_mib, _best(curve[n:])[0] / each_mib)
+
+
+def _steps(claim: MemoryClaim, n_bytes: int) -> int:
+    """Return the steps that ``n_bytes`` of a claim take."""
+    return -(-min(n_bytes, claim.most) // STEP)
+
+
+def _in_proportion(n: int, wanted: Sequence[int]) -> list[int]:
+    """Return ``n`` steps, divided in proportion to the wanted ones, which are as many or more."""
+    ends = list(itertools.accumulate(wanted))
+    borders = [end * n // ends[-1] if end else 0 for end in ends]
+    return [end - start for start, end in itertools.pairwise([0, *borders])]
 
 
 def _curve(claim: MemoryClaim, n_bytes: int) -> NDArray[np.float64]:

@@ -65,8 +65,7 @@ def owner_lines(report: dict[str, Any]) -> Iterator[str]:
 
 def _of_claim(claim: MemoryClaim) -> dict[str, Any]:
     is_movable = claim.resize is not None
-    is_known = is_movable and any(seconds for _, seconds in claim.saved)
-    worth = values(claim) if is_known else None
+    worth = values(claim) if is_movable and claim.is_known else None
     return {
         "owner": claim.owner,
         "bytes": claim.held if claim.taken is None else claim.taken,

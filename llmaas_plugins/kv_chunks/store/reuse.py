@@ -132,12 +132,18 @@ class ReuseCurve:
             self._requests.pop(request, None)
 
     def points(self, most: int) -> tuple[tuple[int, float], ...]:
-        """Return bytes of RAM and the seconds that they save in a second, up to ``most`` bytes."""
+        """Return bytes of RAM and the seconds that they save in a second, up to ``most`` bytes.
+
+        As long as no chunk was used, nothing is known: there is only the point of 0 bytes.
+        """
         saved = np.cumsum(self._saved.now() / TIME_S + self._expected(most))
         changes = np.flatnonzero(np.diff(saved, prepend=0.0))
         points = [(0, 0.0)]
         for i in changes[: np.searchsorted(changes, most // _STEP)].tolist():
             points += [(i * _STEP, points[-1][1]), ((i + 1) * _STEP, float(saved[i]))]
+        last = min(most, _MOST_STEPS * _STEP)
+        if self._uses and points[-1][0] < last:
+            points.append((last, points[-1][1]))
         return tuple(points)
 
     def _expected(self, most: int) -> NDArray[np.float64]:

@@ -54,16 +54,24 @@ def test_room_of_compute_buffers_is_no_part_of_the_division(savings):
     assert (needed.held, lent.held) == (5 * MIB, 150 * MIB)
 
 
+SEEN = {
+    "bytes": 400 * MIB,
+    "kept_bytes": 150 * MIB,
+    "least_bytes": 10 * MIB,
+    "level_bytes": 80 * MIB,
+    "level_kept_bytes": 60 * MIB,
+    "arena_bytes": 5 * MIB,
+    "passing_bytes": 0,
+}
+
+
+def test_before_the_first_pass_nothing_is_known_and_without_waits_nothing_is_saved(savings):
+    assert not savings.claims([SEEN], 0, print)[0].is_known
+    savings.saw(Seen(5, 0), Seen(5, 10), 400 * MIB, 150 * MIB)
+    assert savings.claims([SEEN], 0, print)[0].saved == ((0, 0.0), (310 * MIB, 0.0))
+
+
 def test_a_level_that_is_kept_first_is_no_part_of_the_claim(savings):
-    seen = {
-        "bytes": 400 * MIB,
-        "kept_bytes": 150 * MIB,
-        "least_bytes": 10 * MIB,
-        "level_bytes": 80 * MIB,
-        "level_kept_bytes": 60 * MIB,
-        "arena_bytes": 5 * MIB,
-        "passing_bytes": 0,
-    }
-    weights, needed, _ = savings.claims([seen], 0, print)
+    weights, needed, _ = savings.claims([SEEN], 0, print)
     assert (weights.held, weights.most) == (80 * MIB, 310 * MIB)
     assert needed.held == 15 * MIB  # all together 95, beside the 60 of the level

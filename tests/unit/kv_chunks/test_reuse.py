@@ -65,7 +65,17 @@ def test_contexts_in_turn_are_worth_it_only_together(still):
     total = 3 * 8 * MIB * 1e-9
     assert seconds(curve, 16 * MIB) == 0
     assert seconds(curve, 26 * MIB) == pytest.approx(total)
-    assert curve.points(8 * MIB) == ((0, 0.0),)
+    assert curve.points(8 * MIB) == ((0, 0.0), (8 * MIB, 0.0))  # so little is known to save nothing
+
+
+def test_nothing_is_known_until_a_chunk_is_used(still):
+    curve, context = ReuseCurve(), chunks(1)
+    curve.wanted(keys(context), 1e-9, 0.0)
+    assert curve.points(4 * MIB) == ((0, 0.0),)
+    use(curve, context)
+    assert curve.points(4 * MIB) == ((0, 0.0), (4 * MIB, 0.0))
+    curve.wanted(keys(context), 1e-9, 0.0)
+    assert curve.points(4 * MIB)[-1][1] > 0
 
 
 def test_the_context_that_runs_saves_its_own_bytes(still):
@@ -89,7 +99,7 @@ def test_the_number_of_chunks_and_distances_is_limited(still, monkeypatch):
         use(curve, chunks(i))
     assert len(curve._uses) == 6
     curve.wanted(keys(chunks(0)), 1.0, 0.0)
-    assert curve.points(1 << 40) == ((0, 0.0),)
+    assert curve.points(1 << 40) == ((0, 0.0), (8 << 30, 0.0))
     huge = chunks(7, n_bytes=5 << 30)
     use(curve, huge)
     curve.wanted(keys(huge), 1.0, 0.0)

@@ -43,6 +43,22 @@ def test_what_saves_nothing_stays_where_it_is():
     assert steps(70, idle, line) == [50, 20]
 
 
+def test_what_is_known_to_save_nothing_goes_to_whom_it_saves_time():
+    useless, line = claim((50, 0.0), held=7, least=2 * STEP), claim((20, 1.0), held=2)
+    assert steps(9, useless, line) == [2, 7]
+    assert steps(25, useless, line) == [5, 20]  # the rest stays where it is
+    unknown = claim(most=50, held=7)
+    assert steps(9, unknown, line) == [7, 2]
+
+
+def test_claims_of_which_nothing_is_known_shrink_alike_below_what_others_need():
+    small, large = claim(most=50, held=4), claim(most=50, held=8)
+    used = claim((9, 0.0), held=5, least=3 * STEP)
+    assert steps(15, small, large, used) == [4, 8, 3]
+    assert steps(9, small, large, used) == [2, 4, 3]
+    assert steps(2, small, large, used) == [0, 0, 2]
+
+
 def test_nothing_to_divide():
     assert divide(-5, [claim((3, 1.0))]) == [0]
     assert divide(1 << 30, []) == []

@@ -57,6 +57,12 @@ def test_of_what_nothing_is_known():
     assert one["saved_s_by_next_mib"] is None
 
 
+def test_what_is_known_to_save_nothing():
+    (one, *_) = owners([moves("contexts", 190, points=((0, 0.0), (100 * MIB, 0.0)))])["owners"]
+    assert one["why"] == "why; the last MiB saves 0 ms a second, one more would save 0"
+    assert one["saved_s_by_next_mib"] == 0
+
+
 def test_claims_of_more_than_there_is_leave_no_rest():
     found = {one["owner"]: one["bytes"] for one in owners([moves("contexts", 190)])["owners"]}
     assert found["the rest"] == 0
