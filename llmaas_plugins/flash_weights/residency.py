@@ -270,13 +270,14 @@ class Residency:
     def report(self) -> dict[str, Any]:
         """Return the budget, sums over all models, and each model's figures.
 
-        ``needed_bytes`` would have been read if each batch had read all weights.
+        ``unmet`` says why the budget cannot be met. ``needed_bytes`` would have been read if each batch had read all weights.
         """
         with self.lock:
             self.look()
             models = list(self._models.values())
             return {
                 "memory_budget": self.budget,
+                "unmet": self._why_unmet(models),
                 "weight_bytes": sum(model.seen["bytes"] for model in models),
                 "held_bytes": sum(model.held for model in models),
                 "read_bytes": sum(model.seen["read_bytes"] for model in models),
@@ -286,6 +287,15 @@ class Residency:
                     for model in models
                 ],
             }
+
+    def _why_unmet(self, models: list[StreamedModel]) -> str | None:
+        """Return why the budget cannot be met now, so that every weight is streamed, or None."""
+        if models:
+            try:
+                shares(self.budget, self.others(), self._needs(models))
+            except UnmetBudgetError as error:
+                return str(error)
+        return None
 
     def _bytes_of(self, budget: int | None) -> int:
         set_ones = [n for n in (budget, process_memory.budget()) if n is not None]

@@ -72,6 +72,7 @@ class SharedMemory(forks.Forked):
         self._n_moves = 0
         self._failures = FailureLog(_log, logging.WARNING)
         self._was_short = False
+        self._why_unmet: str | None = None
         self._failed_claims = FailureLog(_log, logging.WARNING)
         self._ended: threading.Event | None = None
         self._in_force = min(budget, process_memory.obtainable_bytes())
@@ -155,6 +156,7 @@ class SharedMemory(forks.Forked):
         return {
             "budget": self._budget,
             "in_force": self._in_force,
+            "unmet": self._why_unmet,
             "resident_bytes": resident_bytes(),
             "moves": self._n_moves,
             "last_moves": list(self._moves),
@@ -207,9 +209,10 @@ class SharedMemory(forks.Forked):
             except Exception as error:  # a full disk, an unmet budget: the next look tries again
                 if self._was_short:  # not only for a moment, as while a model is loaded
                     self._failures.failed("the memory budget: %s", error)
+                    self._why_unmet = str(error)
                 self._was_short = True
             else:
-                self._was_short = False
+                self._was_short, self._why_unmet = False, None
                 self._failures.worked()
 
     # -- division -------------------------------------------------------------------------------

@@ -104,22 +104,26 @@ class Lines(logging.Handler):
 logging.getLogger("llmaas.flash_weights").addHandler(Lines())
 suite, llama = app(resident_bytes() + 60 * MIB)
 expected = tokens(llama, 100)
-kept, found, mine = [], [], None
+kept, unmet, found, mine = [], [], [], None
 for i, token in zip(range(100), generator(llama)):
     if i == 30: mine = np.ones(80 * MIB, np.uint8)
     if i == 60: del mine
     time.sleep(0.03)
     found.append(token)
-    kept.append(streamed(suite)["models"][0]["kept_bytes"])
-print(json.dumps([expected, found, kept[29], kept[59], kept[99], lines]))
+    status = streamed(suite)
+    kept.append(status["models"][0]["kept_bytes"])
+    unmet.append(status["unmet"])
+print(json.dumps([expected, found, kept[29], kept[59], kept[99], lines, unmet]))
 """
-    expected, found, before, meanwhile, after, lines = run(model, script)
+    expected, found, before, meanwhile, after, lines, unmet = run(model, script)
     assert found == expected
     assert before > 20 * MIB
     assert meanwhile == 0
     assert after > 20 * MIB
     (line,) = [line for line in lines if "Every weight is streamed" in line]
     assert "expected" in line
+    assert [unmet[i] is None for i in (0, 29, 40, 59, 99)] == [True, True, False, False, True]
+    assert unmet[59].startswith("a memory_budget of")
 
 
 def test_an_app_that_cannot_fit_is_told_before_the_model_is_loaded(small):

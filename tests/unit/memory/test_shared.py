@@ -189,6 +189,17 @@ def test_a_failure_is_logged_once_and_tried_again(process, memory, caplog):
     assert held(process)["contexts"] == 120
 
 
+def test_the_status_says_as_long_as_it_is_so_that_the_budget_cannot_be_met(process, memory):
+    found = []
+    for fixed in (100, 400, 400, 400, 100):
+        process.fixed = fixed * MIB
+        memory.look()
+        found.append(memory.llmaas_status()["unmet"])
+    assert found[:2] == [None, None]  # it may be so only for a moment
+    assert all("a memory budget of 306 MiB cannot be met" in one for one in found[2:4])
+    assert found[4] is None
+
+
 def test_another_keeper_of_the_budget_answers_instead(process, memory):
     assert memory.room() == (306 - 6 - 100) * MIB
     assert memory.grant(1 << 40) == 200 * MIB
