@@ -10,7 +10,6 @@ thread of the running call.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import Counter
@@ -124,6 +123,8 @@ class Admission:
                 if call is self.running:
                     self.running = None
                     self._learn(call, notes or {})
+                    if call.is_over and not call.is_judged:  # its client left in this moment
+                        self._count_late(call)
                 elif call in self.waiting:
                     self._leave_waiting(call)
             finally:
@@ -194,6 +195,12 @@ class Admission:
         running = self.running
         if running is not None and running.is_over:
             raise Abandoned
+
+    @hookimpl
+    def llmaas_request_end(self) -> None:
+        """Note that the running call's promise is judged, as that of a request."""
+        if self.running is not None:
+            self.running.is_judged = True
 
     @hookimpl
     def llmaas_prefill(self, step: DecodeStep) -> None:
@@ -292,7 +299,7 @@ class Admission:
             call.resumed.set()
         else:
             self.waiting.remove(call)
-            _set(call)
+            call.run()
 
     def _ready(self, besides: Call | None = None) -> list[Call]:
         """Return the calls that may run: not behind another call in the same context."""
@@ -358,26 +365,18 @@ class Admission:
         return next(call for call in reversed(self.waiting) if call.app == largest)
 
     def _leave_waiting(self, call: Call) -> None:
-        """Remove a call that never runs; count it if its first token is later than promised."""
+        """Remove a call that never runs."""
         self.waiting.remove(call)
+        self._count_late(call)
+
+    def _count_late(self, call: Call) -> None:
+        """Count a call that the engine does not serve, if its first token is late by now."""
         waited_s = time.perf_counter() - call.came_s
         self.n_missed += self._estimates.is_late(call.app, call.promise.ttft, waited_s)
 
     def _end_waiting(self, call: Call, refusal: Refusal) -> None:
         self._leave_waiting(call)  # at once, because its task may notice the end only later
         call.end(refusal)
-
-
-def _set(call: Call) -> None:
-    """Let a call run, from any thread."""
-    try:
-        is_here = asyncio.get_running_loop() is call.loop
-    except RuntimeError:
-        is_here = False
-    if is_here:
-        call.turn.set()
-    else:
-        call.loop.call_soon_threadsafe(call.turn.set)
 
 
 def check_wanted(call: Call) -> None:

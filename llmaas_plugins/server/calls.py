@@ -62,6 +62,7 @@ class Call:
             piece of its text is on its way; if not, it has the engine to itself.
         away_since_s: Time from which a piece of text is on its way; None while the call works.
         is_done: Whether only its answer is still to be sent.
+        is_judged: Whether a request of it has ended on the engine, where its promise is judged.
     """
 
     app: str
@@ -86,6 +87,18 @@ class Call:
     is_shared: bool = True
     away_since_s: float | None = None
     is_done: bool = False
+    is_judged: bool = False
+
+    def run(self) -> None:
+        """Let the call run, from any thread."""
+        try:
+            is_here = asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            is_here = False
+        if is_here:
+            self.turn.set()
+        else:
+            self.loop.call_soon_threadsafe(self.turn.set)
 
     def end(self, refusal: Refusal | None = None) -> None:
         """End the call: stop waiting, or stop running at the next token."""

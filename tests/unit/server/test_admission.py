@@ -11,6 +11,7 @@ from llmaas_hooks import NO_PROMISE, Limit, Promise
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned, Admission
 from llmaas_plugins.server.refusal import Refusal
+from llmaas_plugins.server.together import Together
 
 
 @pytest.fixture
@@ -109,6 +110,32 @@ def test_calls_that_leave_the_queue_too_late_are_counted(in_loop):
         assert admission.n_missed == 4  # one was crowded out
         admission.stop()
         assert admission.n_missed == 6
+
+    in_loop(story)
+
+
+@pytest.mark.parametrize("kind", [Admission, Together])
+def test_calls_that_leave_when_their_turn_begins_are_counted_once(in_loop, kind):
+    async def story():
+        admission = kind(ServiceConfig(max_queue=4))
+
+        def leave(age_s, *, is_over=True, is_asked=False):
+            call = admission.enter("mail", Promise(Limit(0.5)))
+            call.came_s -= age_s
+            assert admission.has_begun(call)
+            if is_over:
+                call.end()
+            if is_asked:  # the plugin deadlines counts it
+                admission.llmaas_request_end()
+            admission.leave(call)
+            admission.leave(call)
+            return admission.report()["missed_in_queue"]
+
+        assert leave(0.0) == 0
+        assert leave(0.6) == 1
+        assert leave(0.6, is_asked=True) == 1
+        assert leave(0.6, is_over=False) == 1  # a route that asks the engine nothing
+        assert leave(0.6) == 2
 
     in_loop(story)
 

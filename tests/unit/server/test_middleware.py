@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import Mock
 
+import anyio
 import pytest
 
 pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
 from llama_cpp.server import app as server
+from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 
 from llmaas_hooks import NO_PROMISE, Limit, Promise
@@ -19,6 +21,8 @@ from llmaas_plugins.server import middleware
 from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.application import explain_refusals
+from llmaas_plugins.server.exchange import Answer
+from llmaas_plugins.server.metrics import Metrics
 from llmaas_plugins.server.middleware import RequestMiddleware, route_of
 from llmaas_plugins.server.origins import OriginCheck
 
@@ -133,3 +137,51 @@ def test_what_fails_in_a_route_is_told_in_the_form_of_a_refusal():
     error = answer.json()["error"]
     assert (answer.status_code, error["message"]) == (500, "no room")
     assert error["type"] == "server_error"
+
+
+def test_a_client_that_leaves_at_the_moment_of_its_turn_is_counted_once():
+    """Its call has the engine when it ends, but has asked it nothing."""
+
+    async def story():
+        admission = Admission(ServiceConfig(max_queue=4))
+        metrics, served = Metrics(admission), []
+
+        async def serve(scope, receive, send):
+            served.append(scope)
+
+        async def receive():
+            await anyio.sleep_forever()
+
+        async def send(_):
+            pass
+
+        middleware = RequestMiddleware(
+            serve,
+            admission=admission,
+            keys=None,
+            origins=None,
+            metrics=metrics,
+            grammars=None,
+            gateway=None,
+            max_body_bytes=0,
+        )
+        first, call = admission.enter("mail"), admission.enter("mail", Promise(Limit(0.5)))
+        call.came_s -= 0.6
+        scope = {"type": "http", "path": "/v1/completions", "headers": []}
+
+        async def ask():
+            with pytest.raises(ClientDisconnect):
+                await middleware._call(call, scope, b"", receive, Answer(send))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            call.end()  # as the watcher of its client does
+            admission.leave(first)
+            assert admission.running is call
+        assert served == []
+        assert admission.report()["missed_in_queue"] == 1
+        assert b"llmaas_missed_in_queue 1.0" in metrics.as_text()
+        assert len(admission) == 0
+
+    anyio.run(story)
