@@ -56,6 +56,34 @@ class Opened:
         """Return whether the datastore has this digest, and is still the one at its path."""
         return self.datastore.digest == digest and self.datastore.is_current()
 
+    def require_model(self, path: Path, llama: Any, model: bytes) -> None:
+        """Refuse a model that the datastore was not made with.
+
+        Args:
+            path: Path of the datastore.
+            llama: The ``llama_cpp.Llama`` to serve.
+            model: Fingerprint of its model.
+
+        Raises:
+            StoreError: The datastore belongs to another model, or does not fit this one.
+        """
+        datastore = self.datastore
+        if datastore.fingerprint != model:
+            raise StoreError(
+                f"datastore {path} belongs to another model, or an earlier version built "
+                f"it: found fingerprint {datastore.fingerprint.hex()[:12]}, expected "
+                f"{model.hex()[:12]}. Set "
+                "plugins.knn_lm.store to another directory, or build one for this model there."
+            )
+        found = datastore.n_embd, int(datastore.values.max(initial=0))
+        expected = int(llama.n_embd()), int(llama.n_vocab())
+        if found[0] != expected[0] or found[1] >= expected[1]:
+            raise StoreError(
+                f"datastore {path} does not fit this model: found keys of {found[0]} "
+                f"numbers and token {found[1]}, expected {expected[0]} and tokens below "
+                f"{expected[1]}. Select it again with `llmaas datastore select`."
+            )
+
     @property
     def settings(self) -> MixSettings:
         """How the pairs are mixed in."""

@@ -28,11 +28,11 @@ from llmaas_plugins.knn_lm.archive.fingerprint import fingerprint
 from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
 from llmaas_plugins.knn_lm.build.learner import Learner
 from llmaas_plugins.knn_lm.config import KnnLMConfig
-from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.drafts.registry import DraftRegistry
 from llmaas_plugins.knn_lm.mixing.evidence import Evidence
 from llmaas_plugins.knn_lm.mixing.judgment import Judgment
 from llmaas_plugins.knn_lm.mixing.mixer import MixCounts, Mixer, Mixing, MixSource
+from llmaas_plugins.knn_lm.mixing.saving import Saving
 from llmaas_plugins.knn_lm.opened import Opened
 
 __all__ = ["KnnLM"]
@@ -76,7 +76,8 @@ class KnnLM:
         self._opened: Opened | None = None
         self._unserved: dict[str, str] = {}
         self._counts = MixCounts()
-        self._evidence = Evidence(self._path.parent / EVIDENCE)
+        self._saving = Saving(self._save_evidence)
+        self._evidence = Evidence(self._path.parent / EVIDENCE, self._saving.changed)
         self._drafts = DraftRegistry(self._path.parent, shares=config.share_across_apps)
         params = SelectionParams(config.size, config.k, config.dims)
         self._learner = Learner(
@@ -228,6 +229,7 @@ class KnnLM:
         with contextlib.ExitStack() as closing:  # runs every step, even after a Ctrl-C
             closing.callback(self._close)
             closing.callback(self._save_evidence)
+            closing.callback(self._saving.close)
             closing.callback(self._drafts.close)
             closing.callback(self._learner.close)
 
@@ -342,28 +344,11 @@ class KnnLM:
                 "`llmaas datastore build`"
             )
         opened, model = self._opened, fingerprint(engine.llama, engine.load)
-        self._require_model(opened.datastore, engine.llama, model)
+        opened.require_model(self._path, engine.llama, model)
         if engine.ctx not in self._served:
             mixer = Mixer(native, opened.key, self._counts)
             self._served[engine.ctx] = _Served(engine, mixer, model)
         return None
-
-    def _require_model(self, datastore: Datastore, llama: Any, model: bytes) -> None:
-        if datastore.fingerprint != model:
-            raise StoreError(
-                f"datastore {self._path} belongs to another model, or an earlier version built "
-                f"it: found fingerprint {datastore.fingerprint.hex()[:12]}, expected "
-                f"{model.hex()[:12]}. Set "
-                "plugins.knn_lm.store to another directory, or build one for this model there."
-            )
-        found = datastore.n_embd, int(datastore.values.max(initial=0))
-        expected = int(llama.n_embd()), int(llama.n_vocab())
-        if found[0] != expected[0] or found[1] >= expected[1]:
-            raise StoreError(
-                f"datastore {self._path} does not fit this model: found keys of {found[0]} "
-                f"numbers and token {found[1]}, expected {expected[0]} and tokens below "
-                f"{expected[1]}. Select it again with `llmaas datastore select`."
-            )
 
     def _renew(self) -> None:
         """Open the datastore that is on disk now.

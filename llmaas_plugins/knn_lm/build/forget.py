@@ -106,6 +106,8 @@ def forget_all(directory: Path) -> ForgetResult:
     require_datastore(directory)
     fd = lock(directory / LOCK, FILES)
     try:
+        with EvidenceFile.locked(directory / EVIDENCE):
+            pass  # a killed process may have left a partial one
         before, counted = _n_bytes(directory), _count(directory)
         for path in _own_files(directory):
             is_shared = path.name == EVIDENCE  # whoever writes it has looked for the datastore

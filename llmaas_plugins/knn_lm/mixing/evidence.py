@@ -61,9 +61,14 @@ class Prefix:
 class Evidence:
     """Gains of one datastore, in memory and in a file. Thread-safe."""
 
-    def __init__(self, path: Path) -> None:
-        """Remember nothing; ``bind`` reads the file at ``path``."""
-        self._path = path
+    def __init__(self, path: Path, changed: Callable[[], None] = lambda: None) -> None:
+        """Remember nothing yet.
+
+        Args:
+            path: Path of the file, which ``bind`` reads.
+            changed: Function that is called when there is something new to be saved.
+        """
+        self._path, self._changed = path, changed
         self._file_lock = forks.lock()  # taken first, and held while the file is in use
         self._lock = forks.lock()  # held for microseconds
         self._pid = os.getpid()
@@ -71,7 +76,7 @@ class Evidence:
         self._datastore = b""
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._gains: Gains = {}
-        self._new: set[bytes] = set()
+        self._new: dict[bytes, None] = {}  # the last used one last
 
     def __len__(self) -> int:
         """Return the number of gains in memory."""
@@ -93,7 +98,7 @@ class Evidence:
             if datastore == self._datastore:
                 return True
             with self._lock:
-                self._datastore, self._gains, self._new = b"", {}, set()
+                self._datastore, self._gains, self._new = b"", {}, {}
             try:
                 with EvidenceFile.locked(self._path) as file:
                     found = None if file is None else file.stored()
@@ -136,11 +141,13 @@ class Evidence:
             for token, gain in gains.items():
                 key = _key(prefix, token)
                 self._gains[key] = Kept(gain, context_id).after(self._gains.pop(key, None))
-                self._new.add(key)
+                self._new.pop(key, None)
+                self._new[key] = None
             while len(self._gains) > MOST_GAINS:
                 oldest = next(iter(self._gains))
                 del self._gains[oldest]
-                self._new.discard(oldest)
+                self._new.pop(oldest, None)
+        self._changed()
 
     def save(self, is_current: Callable[[bytes], bool]) -> None:
         """Add what is new in memory to the file, unless the datastore that it is about is gone.
@@ -155,14 +162,16 @@ class Evidence:
         """
         with self._file_lock:
             with self._lock:
-                new = {key: kept for key, kept in self._gains.items() if key in self._new}
+                new = {key: self._gains[key] for key in self._new}
             if not new or self._pid != os.getpid() or not is_current(self._datastore):
                 return
             with EvidenceFile.locked(self._path, creates=True) as file:
                 if file is not None and is_current(self._datastore):
                     file.store(self._merged(file.stored(), new))
             with self._lock:
-                self._new.difference_update(new)
+                for key, kept in new.items():
+                    if self._gains.get(key) is kept:  # it was not kept again meanwhile
+                        self._new.pop(key, None)
 
     def forget(self, context_id: str) -> None:
         """Erase the gains of a context, also from the file.
@@ -175,7 +184,7 @@ class Evidence:
                 gains = self._gains
                 for key in [key for key, kept in gains.items() if kept.context_id == context_id]:
                     del gains[key]
-                    self._new.discard(key)
+                    self._new.pop(key, None)
             with EvidenceFile.locked(self._path) as file:
                 if file is not None:
                     file.forget(context_id)

@@ -1,5 +1,9 @@
 """The file of remembered gains (``evidence``), which several processes may use.
 
+It is overwritten in its place, so that no block of the disk keeps what was erased. The new content
+is therefore written to a partial file first. If a process is killed meanwhile, one of both files is
+whole, and the next process that locks the file finishes the work.
+
 Little-endian: magic, digest of the datastore (32 bytes), secret (32 bytes), number of contexts'
 names and of gains (two u32), lengths of the names (u32 each), names (UTF-8), keys (16 bytes each),
 gains (f64 each), numbers of the names (i32 each, -1 for none), and a 32-byte digest of all that.
@@ -20,9 +24,9 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.files.file_bytes import as_store_error, write
+from llmaas_plugins.files.file_bytes import as_store_error, sync_directory, write
 from llmaas_plugins.files.store_lock import try_lock
-from llmaas_plugins.knn_lm.archive.files import FILES, read
+from llmaas_plugins.knn_lm.archive.files import FILES, PARTIAL, erase, read
 from llmaas_plugins.knn_lm.mixing.trust import LEAST_GAIN, MOST_GAIN
 
 __all__ = ["KEY_BYTES", "MOST_GAINS", "SECRET_BYTES", "EvidenceFile", "Gains", "Kept", "Stored"]
@@ -123,9 +127,11 @@ class Stored(NamedTuple):
 class EvidenceFile:
     """The file while it is open, and locked against other processes."""
 
-    def __init__(self, fd: int) -> None:
-        """Use the descriptor of a locked file."""
+    def __init__(self, fd: int, path: Path) -> None:
+        """Use the descriptor of a locked file, and finish what a killed process had begun."""
         self._fd = fd
+        self._partial = path.with_name(path.name + PARTIAL)
+        self._settle()
 
     @classmethod
     @contextlib.contextmanager
@@ -146,7 +152,7 @@ class EvidenceFile:
             fd = FILES.open(path, os.O_RDWR | (os.O_CREAT if creates else 0))
             try:
                 _wait_for_lock(fd, path)
-                yield cls(fd)
+                yield cls(fd, path)
             finally:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile keeps the descriptor
                 os.close(fd)
@@ -156,8 +162,17 @@ class EvidenceFile:
         return Stored.parse(self._content())
 
     def store(self, stored: Stored) -> None:
-        """Replace what the file holds."""
-        self._overwrite(stored.pack())
+        """Replace what the file holds; a kill at any time leaves the old content or the new one."""
+        content = stored.pack()
+        fd = FILES.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            write(fd, content, 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_directory(self._partial.parent)
+        self._overwrite(content)
+        erase(self._partial)
 
     def erase(self) -> None:
         """Overwrite all that the file holds, and leave it empty."""
@@ -175,8 +190,20 @@ class EvidenceFile:
         if len(left) < len(found.gains):
             self.store(found._replace(gains=left))
 
+    def _settle(self) -> None:
+        if not FILES.is_regular(self._partial):
+            return
+        fd = FILES.open(self._partial, os.O_RDONLY)
+        try:
+            content = _content(fd)
+        finally:
+            os.close(fd)
+        if _is_whole(content):
+            self._overwrite(content)
+        erase(self._partial)
+
     def _content(self) -> bytes:
-        return read(self._fd, min(os.fstat(self._fd).st_size, _MOST_FILE_BYTES), 0)
+        return _content(self._fd)
 
     def _overwrite(self, data: bytes) -> None:
         """Overwrite the file; a crash leaves a damaged one, which counts as empty."""
@@ -184,6 +211,10 @@ class EvidenceFile:
         write(self._fd, data + bytes(max(0, n_before - len(data))), 0)
         os.fsync(self._fd)
         os.ftruncate(self._fd, len(data))
+
+
+def _content(fd: int) -> bytes:
+    return read(fd, min(os.fstat(fd).st_size, _MOST_FILE_BYTES), 0)
 
 
 def _last(gains: Gains) -> Gains:

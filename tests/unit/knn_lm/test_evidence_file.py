@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from llmaas_hooks import StoreError
+from llmaas_plugins.files.file_bytes import write
 from llmaas_plugins.files.store_lock import try_lock
 from llmaas_plugins.knn_lm.mixing import evidence_file
 from llmaas_plugins.knn_lm.mixing.evidence import Evidence
@@ -206,6 +207,53 @@ def test_a_file_that_others_made_huge_is_erased_in_little_memory(path):
     os.truncate(path, 1 << 40)
     Evidence(path).forget("some-context")
     assert path.stat().st_size == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("torn", ["evidence.partial", "evidence"])
+def test_a_kill_while_the_file_is_written_leaves_one_of_both_contents(
+    opened, path, monkeypatch, torn, share
+):
+    saved(opened, "some-context")
+    evidence, n_writes = opened(), 0
+    evidence.keep(DATASTORE, TWO, {1: 0.25}, "some-context")
+
+    def write_in_part(fd, data, at):
+        nonlocal n_writes
+        n_writes += 1
+        if n_writes == ["evidence.partial", "evidence"].index(torn) + 1:
+            write(fd, data[: int(share * len(data))], at)
+            raise KeyboardInterrupt  # nothing after it is done
+        write(fd, data, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evidence_file, "write", write_in_part)
+        with pytest.raises(KeyboardInterrupt):
+            evidence.save(is_there)
+    later = opened()
+    assert later.gain(ONE, 0) == 0.5
+    has_new = torn == "evidence" or share == 1.0
+    assert later.gain(TWO, 1) == (0.25 if has_new else None)
+    later.forget("some-context")
+    assert [one.name for one in path.parent.iterdir()] == ["evidence"]
+    assert b"some-context" not in path.read_bytes()
+
+
+def test_a_gain_that_changes_while_it_is_saved_is_saved_again(opened, monkeypatch):
+    evidence = opened()
+    evidence.keep(DATASTORE, ONE, {0: 0.5}, None)
+    store = EvidenceFile.store
+
+    def store_late(file, stored):
+        evidence.keep(DATASTORE, ONE, {0: 0.25}, None)
+        store(file, stored)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EvidenceFile, "store", store_late)
+        evidence.save(is_there)
+    assert opened().gain(ONE, 0) == 0.5
+    evidence.save(is_there)
+    assert opened().gain(ONE, 0) == 0.25
 
 
 @pytest.mark.usefixtures("short_wait")
