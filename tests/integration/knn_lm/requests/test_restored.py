@@ -6,12 +6,14 @@ import contextlib
 import threading
 
 import pytest
-from datastores import QUESTIONS
+from datastores import QUESTIONS, stored
 from mixed_requests import ONE_BY_ONE
 
 import llmaas_plugins
 from llmaas_hooks import PluginError, hookimpl, serving_context
-from llmaas_plugins.knn_lm.archive.files import EVIDENCE
+from llmaas_plugins.knn_lm.archive.files import EVIDENCE, SELECTED
+from llmaas_plugins.knn_lm.datastore.datastore import Datastore
+from llmaas_plugins.knn_lm.mixing.evidence import Evidence
 from llmaas_plugins.knn_lm.mixing.judgment import Judgment
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS
 from llmaas_plugins.service import LLMService, ServiceConfig
@@ -250,6 +252,31 @@ def test_a_request_that_began_before_pairs_were_forgotten_leaves_nothing(
         next(stream)
         stream.close()
         assert talk.report()["remembered_gains"] == n_before > 0
+
+
+@pytest.mark.parametrize("ends_first", [False, True], ids=["goes on", "ends"])
+def test_a_request_that_began_with_keys_of_another_kind_leaves_nothing(  # noqa: PLR0917  fixtures
+    talking, make, reference_model, store, texts, ends_first
+):
+    others = stored(reference_model, "final_norm")
+    with talking(restores=False) as talk, contextlib.closing(make(**ONE_BY_ONE)) as other:
+        stream = other.generate(texts["first"], temp=0.0)
+        next(stream)
+        others.write(store)
+        if ends_first:
+            stream.close()
+        talk.say(texts["other"], n=1)
+        n_before = talk.report()["remembered_gains"]
+        if not ends_first:
+            next(stream)
+            stream.close()
+        assert talk.report()["key"] == "final_norm"
+        assert talk.report()["remembered_gains"] == n_before > 0
+        talk.say(texts["other"], n=1)
+    evidence = Evidence(store / EVIDENCE)
+    with contextlib.closing(Datastore.open(store / SELECTED, None)) as datastore:
+        assert evidence.bind(datastore.digest)
+    assert len(evidence) == n_before
 
 
 def test_apps_do_not_learn_what_is_known_of_others_texts(talking, texts):
