@@ -15,7 +15,7 @@ from llama_cpp import Llama
 from llama_cpp import _internals as internals
 from streaming import Streamer
 
-from llmaas_hooks import hookimpl
+from llmaas_hooks import PluginError, hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins.elastic.drafting import LevelDrafter
 
@@ -234,6 +234,34 @@ def test_ctrl_c_within_a_draft(model, alone, within):
         assert llama.draft_model is None
         goes_on(llama, rows, streamer, alone)
         assert suite.status()["errors"] == {}
+
+
+def test_a_request_of_another_thread_within_a_draft(model, alone, within):
+    """It takes the engine, which serves one request at a time: the draft ends, and leaves nothing.
+
+    Its own tokens are computed by the whole model, in cells that later requests may use.
+    """
+    rows, said, levels = Rows(), [], []
+    with streaming(model, rows) as (llama, suite, streamer):
+
+        def ask():
+            said.append(say(llama, OTHER))
+            levels.append(streamer.contexts[0].level)
+
+        def happen():
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join(60)
+
+        happened = within(happen)
+        with pytest.raises(PluginError, match="llama_decode returned -1"):
+            say(llama)
+        assert happened
+        assert (said, levels) == ([alone[OTHER]], [0])
+        assert llama.draft_model is None
+        assert say(llama, OTHER) == alone[OTHER]
+        goes_on(llama, rows, streamer, alone)
+        assert list(suite.status()["errors"]) == ["elastic"]
 
 
 def test_the_collector_within_a_draft(model, alone, monkeypatch, within):
