@@ -69,6 +69,10 @@ class Suite:
         from llmaas_patches import install  # import patches only when activated
 
         try:
+            if self.config.enabled():
+                from llmaas_plugins.signals import wait_at_forks
+
+                wait_at_forks()
             if self.config.memory.budget and self.config.enabled():  # before plugins ask for memory
                 from llmaas_plugins.memory.shared import SharedMemory
 
@@ -110,8 +114,8 @@ class Suite:
 
     def memory(self) -> dict[str, Any]:
         """Return who has which memory of the process, and why (``memory.owners``)."""
-        from llmaas_plugins.memory.owners import owners
-
+        with forks.postponed():  # a child could not finish another thread's import
+            from llmaas_plugins.memory.owners import owners
         return owners([*self._installed.memory(), *self.hooks.memory()])
 
     def plugin(self, name: str) -> Any:

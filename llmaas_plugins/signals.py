@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # signal's functions take ten times as long
 import contextlib
+import functools
 import inspect
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -21,9 +24,11 @@ from typing import Any
 from llmaas_hooks import forks
 from llmaas_plugins._native.signals import keep_action, put_action_back
 
-__all__ = ["is_uninterrupted", "signals_wait"]
+__all__ = ["is_uninterrupted", "signals_wait", "wait_at_forks"]
 
 _NUMBERS: tuple[int, ...] = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+_SOON_S = 0.01
+"""Time after a fork until Ctrl-C that came meanwhile has its effect, outside of ``os.fork``."""
 
 
 class _Delay(forks.Forked):
@@ -39,6 +44,7 @@ class _Delay(forks.Forked):
         self.handlers: dict[int, Any] = {}
         self.came: dict[int, None] = {}
         self._thread = 0
+        self._is_for_fork = False
         forks.watch(self)
 
     def after_fork(self, *, in_child: bool) -> None:
@@ -47,6 +53,29 @@ class _Delay(forks.Forked):
             self.came.clear()
             if threading.get_ident() != self._thread:
                 self.restore()
+
+    def before_all(self) -> None:
+        """Begin before any object is told of a fork."""
+        if not is_uninterrupted():
+            self._is_for_fork = True
+            with contextlib.suppress(ValueError):
+                self.begin()
+
+    def after_all(self) -> None:
+        """End when all objects were told that the fork is over; deliver what came, in the parent.
+
+        ``os.fork`` only reports what a handler raises here. Ctrl-C comes again after it.
+        """
+        if not self._is_for_fork:
+            return
+        self._is_for_fork = False
+        self.restore()
+        if _signal.getsignal(signal.SIGINT) is signal.default_int_handler and (
+            signal.SIGINT in self.came
+        ):
+            del self.came[signal.SIGINT]
+            threading.Thread(target=_interrupt_soon, daemon=True).start()
+        self.deliver(None)
 
     def begin(self) -> None:
         """Replace all handlers in Python.
@@ -109,6 +138,27 @@ def _handle(number: int) -> None:
         handler(number, inspect.currentframe())
     else:
         signal.raise_signal(number)
+
+
+def _interrupt_soon() -> None:
+    """Let Ctrl-C come to the main thread, once it has left ``os.fork``."""
+    time.sleep(_SOON_S)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@functools.cache
+def wait_at_forks() -> None:
+    """Delay signals during forks by the main thread, from now on.
+
+    ``os.fork`` drops an exception that a handler raises while objects are told of the fork: those
+    that come later would not be told, and the child would have them in the middle of their work.
+    """
+    # Registered after the callbacks of ``forks``: the first to run before a fork, the last after it
+    os.register_at_fork(
+        before=_delay.before_all,
+        after_in_parent=_delay.after_all,
+        after_in_child=_delay.after_all,
+    )
 
 
 def is_uninterrupted() -> bool:

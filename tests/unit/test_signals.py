@@ -11,9 +11,10 @@ import threading
 
 import pytest
 from commands import run_python
-from forking import in_child
+from forking import begin, exit_code, in_child
 
-from llmaas_plugins.signals import _delay, _note, signals_wait
+from llmaas_hooks import forks
+from llmaas_plugins.signals import _delay, _note, signals_wait, wait_at_forks
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,21 @@ def handlers_as_before():
     before = [signal.getsignal(number) for number in numbers]
     yield
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+class Told(forks.Forked):
+    """Object to which a signal comes while it is told of a fork."""
+
+    def __init__(self, number):
+        self.number, self.steps = number, []
+        forks.watch(self)
+
+    def before_fork(self):
+        signal.raise_signal(self.number)
+        self.steps.append("before")
+
+    def after_fork(self, *, in_child):
+        self.steps.append("after")
 
 
 @pytest.fixture
@@ -282,3 +298,30 @@ def test_a_process_whose_main_thread_is_not_that_of_threading():
         os._exit(1)
         """
     run_python(sys.executable, "-c", textwrap.dedent(code))
+
+
+def test_a_signal_during_a_fork_is_the_parents_and_comes_after_it():
+    wait_at_forks()
+    told = Told(signal.SIGUSR1)
+    former = signal.signal(signal.SIGUSR1, lambda *_: told.steps.append("handled"))
+
+    def check():
+        assert told.steps == ["before", "after"]
+        signal.raise_signal(signal.SIGUSR1)
+        assert told.steps.pop() == "handled"
+
+    try:
+        assert in_child(check) == 0
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert told.steps == ["before", "after", "handled"]
+
+
+def test_ctrl_c_during_a_fork_comes_after_it():
+    wait_at_forks()
+    told, pids = Told(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt):
+        pids.append(begin(lambda: None))
+        threading.Event().wait(10)
+    assert told.steps == ["before", "after"]
+    assert [exit_code(pid) for pid in pids] == [0]

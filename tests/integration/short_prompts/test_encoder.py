@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from forking import in_child
 from tiny_encoders import N_EMBD, N_POSITIONS, forward, prompt_of, write_package
 
 from llmaas_hooks import ConfigError, LlmaasError, hookimpl, request_scope
@@ -201,6 +202,50 @@ def test_a_fork_waits_for_what_an_interrupt_left_in_a_childs_thread(scorer):
             os._exit(100)
     assert n_windows > 10
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("seconds", [0.03, 0.15, 0.5])
+def test_ctrl_c_while_a_fork_waits_for_the_encoder(scorer, seconds):
+    """It has its effect in the parent after the fork, which waits for the encoder to the end."""
+    words, is_scoring, found = WORDS * 100, threading.Event(), []
+
+    def check():
+        is_scoring.set()
+        time.sleep(0.02)
+
+    def score():
+        with request_scope.checked_by(check):
+            found.append(scorer.scores(prompt_of(words), LLAMA))
+
+    def interrupt():
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def works():
+        return np.array_equal(scorer.scores(prompt_of(WORDS), LLAMA), expected)
+
+    def child():
+        os.write(answer, b"works" if works() else b"fails")
+
+    expected = scorer.scores(prompt_of(WORDS), LLAMA)
+    answers, answer = os.pipe()
+    threads = [threading.Thread(target=work) for work in (score, interrupt)]
+    with activate({"on_error": "raise", "plugins": {"short_prompts": {}}}):
+        threads[0].start()
+        assert is_scoring.wait(10)
+        threads[1].start()
+        with pytest.raises(KeyboardInterrupt):
+            in_child(child)
+            time.sleep(10)
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(found) == 1
+    assert works()
+    assert in_child(child) == 0
+    os.close(answer)
+    with os.fdopen(answers, "rb") as file:  # also of a child for which Ctrl-C did not wait
+        assert file.read() == b"worksworks"
 
 
 def test_an_encoder_that_was_trained_again_is_loaded_again(body, tmp_path):
