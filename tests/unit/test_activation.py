@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 
 import llama_cpp
 import pytest
@@ -239,3 +240,27 @@ def test_a_child_forked_while_another_thread_activates_can_activate(monkeypatch,
 
 def test_public_names():
     assert all(hasattr(llmaas_plugins, name) for name in llmaas_plugins.__all__)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns about threads
+def test_a_fork_waits_while_another_thread_imports_for_the_status(monkeypatch):
+    """A child could not finish the import, and would wait for it forever."""
+    name, is_importing = "llmaas_plugins.memory.owners", threading.Event()
+
+    class Slow:
+        """Finder that takes its time, and leaves the module to the others."""
+
+        @staticmethod
+        def find_spec(wanted, *_):
+            if wanted == name:
+                is_importing.set()
+                time.sleep(0.3)
+
+    with activate({"plugins": {}}) as suite:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setattr(sys, "meta_path", [Slow, *sys.meta_path])
+        thread = threading.Thread(target=suite.memory)
+        thread.start()
+        assert is_importing.wait(10)
+        assert in_child(suite.memory) == 0
+        thread.join()
