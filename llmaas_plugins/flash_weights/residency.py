@@ -270,7 +270,8 @@ class Residency:
     def report(self) -> dict[str, Any]:
         """Return the budget, sums over all models, and each model's figures.
 
-        ``unmet`` says why the budget cannot be met. ``needed_bytes`` would have been read if each batch had read all weights.
+        ``unmet`` says why the budget cannot be met. ``needed_bytes`` would have been read
+        if each batch had read all weights.
         """
         with self.lock:
             self.look()

@@ -320,7 +320,7 @@ def test_a_signal_during_a_fork_is_the_parents_and_comes_after_it():
 def test_ctrl_c_during_a_fork_comes_after_it():
     wait_at_forks()
     told, pids = Told(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  it comes after the fork
         pids.append(begin(lambda: None))
         threading.Event().wait(10)
     assert told.steps == ["before", "after"]
