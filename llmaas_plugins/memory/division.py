@@ -47,17 +47,17 @@ def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
     """
     n_left = max(0, n_bytes) // STEP
     curves = [_curve(claim, n_bytes) for claim in claims]
-    given: list[int] = [0] * len(claims)
+    given = [0] * len(claims)
     for i, claim in enumerate(claims):
         given[i] = min(n_left, _steps(claim, claim.least))
         n_left -= given[i]
-    more: list[int] = [
+    unknown = [
         0 if claim.is_known else max(0, _steps(claim, claim.held) - n)
         for claim, n in zip(claims, given, strict=True)
     ]
-    kept = min(n_left, sum(more))
+    kept = min(n_left, sum(unknown))
     n_left -= kept
-    given = [n + m for n, m in zip(given, _in_proportion(kept, more), strict=True)]
+    given = [n + m for n, m in zip(given, _in_proportion(kept, unknown), strict=True)]
     while n_left:
         found = [_best(curve[n : n + n_left + 1]) for curve, n in zip(curves, given, strict=True)]
         best = max(range(len(found)), key=lambda i: found[i][0], default=None)
