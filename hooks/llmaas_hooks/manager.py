@@ -199,7 +199,7 @@ class HookManager:
 
     def level(self, request: Request, **may: bool) -> Levels | None:
         """Fire ``llmaas_level``; return the first answers. ``may`` is passed to ``cost``."""
-        cost = functools.partial(self.cost, request, **may)
+        cost = functools.cache(functools.partial(self.cost, request, **may))
         answers = self._call("llmaas_level", request=request, cost=cost).values()
         levels = functools.reduce(Levels.over, answers, NO_LEVELS)
         return None if levels == NO_LEVELS else levels

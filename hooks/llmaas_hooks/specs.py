@@ -201,7 +201,7 @@ def llmaas_level(request: Request, cost: Callable[[], RequestCost]) -> Levels | 
 
     When: first step of ``Llama.generate``, before ``llmaas_request_begin``. A level that the app
         requests takes precedence over the answer. The answer takes precedence over the configured
-        level. ``cost`` asks all plugins what the request will take (``llmaas_cost``).
+        level. ``cost`` asks all plugins what the request will take (``llmaas_cost``), once.
     Thread: the app's. Cost: once a request, and the request's first token waits for it.
     Returns: ``Levels`` with one or both levels set, or None to leave the choice to the next plugin.
         For the prompt and for the reply each, the first level that is not None counts. The level of

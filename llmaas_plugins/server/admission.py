@@ -13,15 +13,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from llmaas_hooks import NO_PROMISE, ContextCreate, DecodeStep, Promise, hookimpl
+from llmaas_hooks import (
+    NO_PROMISE,
+    ContextCreate,
+    DecodeStep,
+    Levels,
+    Promise,
+    Request,
+    RequestCost,
+    hookimpl,
+)
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.calls import Call, Stream
 from llmaas_plugins.server.estimates import Estimates
+from llmaas_plugins.server.prompt_pieces import PromptTimes, piece_of
 from llmaas_plugins.server.refusal import Refusal
-from llmaas_plugins.server.schedule import Job, due_s, first_due, interrupting, room_s
+from llmaas_plugins.server.schedule import Job, first_due, interrupting, room_s
 
 __all__ = ["Abandoned", "Admission", "check_wanted", "stopping"]
 
@@ -122,7 +132,7 @@ class Admission:
             try:
                 if call is self.running:
                     self.running = None
-                    self._learn(call, notes or {})
+                    self._estimates.learn(call, notes or {})
                     if call.is_over and not call.is_judged:  # its client left in this moment
                         self._count_late(call)
                 elif call in self.waiting:
@@ -203,6 +213,18 @@ class Admission:
             self.running.is_judged = True
 
     @hookimpl
+    def llmaas_level(self, cost: Callable[[], RequestCost]) -> None:
+        """Ask how long a call's prompt takes at each level, if others may go between its pieces."""
+        if self.running is not None and self._takes_turns:
+            self.running.prompt_times = PromptTimes(cost().levels)
+
+    @hookimpl
+    def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
+        """Learn the level of a call's prompt."""
+        if self.running is not None and self._takes_turns:
+            self.running.prompt_times = self.running.prompt_times.of(request, levels)
+
+    @hookimpl
     def llmaas_prefill(self, step: DecodeStep) -> None:
         """Measure how long a prompt's tokens take."""
         self._estimates.prefilled(step.n_tokens, step.seconds)
@@ -215,7 +237,7 @@ class Admission:
             Abandoned: The call ended while it waited.
         """
         call = self.running
-        if call is None or not self._has_promises or self._config.schedule == "fifo":
+        if call is None or not self._takes_turns:
             return None
         now_s = time.perf_counter()
         with self._lock:
@@ -244,11 +266,19 @@ class Admission:
     # -- inside, with the lock held --------------------------------------------------------------
 
     def _progressed(self, call: Call, n_left: int, now_s: float) -> None:
-        call.n_piece = call.n_piece or self._estimates.piece()
+        if not call.n_piece:
+            times = call.prompt_times
+            n_most = times.most_tokens() or self._estimates.piece()
+            call.n_piece = piece_of(n_left, n_most, times.n_batch)
         if n_left == 0:
             call.n_generated += 1
             if call.first_s is None:
                 call.first_s, call.first_used_s = now_s, call.used(now_s)
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether other calls may come between the pieces of a prompt."""
+        return self._has_promises and self._config.schedule != "fifo"
 
     @property
     def _interrupts(self) -> bool:
@@ -318,33 +348,9 @@ class Admission:
         """Return what remains of a call, and when it is due."""
         if self._config.schedule == "fifo":
             return Job(call.came_s, 0.0, call.came_s)
-        last_s, times = call.came_s + self._config.longest_overtaken_s, self._estimates.of(call.app)
         used_s = call.used(now_s) if call is self.running else call.used_s
-        if call.first_s is None:
-            need_s = max(times.least_first_s - used_s, 0)
-            limit_s = self._estimates.limit_s(call.app, "ttft", call.promise.ttft)
-            due = None if limit_s is None else call.came_s + limit_s
-            soonest_s = now_s + need_s
-        else:
-            n_left = call.promise.n_ahead(call.n_generated)
-            need_s = n_left * (call.token_s(used_s) or times.token_s)
-            limit_s = self._estimates.limit_s(call.app, "tpot", call.promise.tpot)
-            due = limit_s and call.first_s + (call.n_generated + n_left - 1) * limit_s
-            soonest_s = now_s  # narrower levels may make up for lost time
-        return Job(due_s(due, soonest_s, last_s), need_s, call.came_s)
-
-    def _learn(self, call: Call, notes: Mapping[str, Any]) -> None:
-        if call.first_s is None or call.first_used_s is None:
-            self._estimates.called(call.app, None, None, notes)
-            return
-        now_s = time.perf_counter()
-        n_others = max(call.n_generated, 1)
-        answer_s, used_s = now_s - call.first_s, call.used(now_s) - call.first_used_s
-        token_s = used_s / n_others if call.n_generated > 1 else None
-        self._estimates.called(call.app, call.first_used_s, token_s, notes)
-        first_others_s = call.first_s - call.came_s - call.first_used_s
-        others_s = {"ttft": first_others_s, "tpot": (answer_s - used_s) / n_others}
-        self._estimates.judge(notes, others_s)
+        last_s = call.came_s + self._config.longest_overtaken_s
+        return self._estimates.job(call, used_s, now_s, last_s)
 
     def _is_full(self) -> bool:
         return len(self.waiting) >= self._most

@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 
 from llmaas_hooks import NO_PROMISE, Promise, Seat
+from llmaas_plugins.server.prompt_pieces import PromptTimes
 from llmaas_plugins.server.refusal import Refusal
 
 __all__ = ["Call", "Stage", "Stream"]
@@ -50,6 +51,7 @@ class Call:
         completion: Generator that serves the call, if it has begun one.
         loop: Event loop of the call's task.
         resumed: Event that is set when a call that was interrupted may go on.
+        prompt_times: Times of the prompt that is evaluated.
         n_piece: Most prompt tokens that are evaluated at once; 0 before the first turn.
         n_generated: Number of turns in the answer, of one token each.
         first_s: Time of the first turn in the answer, when there is a token; None before.
@@ -76,6 +78,7 @@ class Call:
     completion: object = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     resumed: threading.Event = field(default_factory=threading.Event)
+    prompt_times: PromptTimes = field(default_factory=PromptTimes)
     n_piece: int = 0
     n_generated: int = 0
     first_s: float | None = None

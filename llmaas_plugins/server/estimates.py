@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmaas_hooks import Limit, Promise
+from llmaas_plugins.server.calls import Call
+from llmaas_plugins.server.prompt_pieces import LEAST_PIECE, MOST_PIECE, PIECE_S
+from llmaas_plugins.server.schedule import Job, due_s
 
-__all__ = ["LEAST_PIECE", "MOST_PIECE", "PIECE_S", "AppTimes", "Estimates", "mean"]
+__all__ = ["AppTimes", "Estimates", "mean"]
 
 _MOST_APPS = 256
 _WEIGHT = 0.3
 """Weight of the newest time in a running mean."""
 _N_RECENT, _FIRST_S = 8, 0.1
 """Number of an app's calls whose times are kept, and the time before any."""
-PIECE_S = 0.1
-"""Seconds that a piece of a prompt is to take."""
-LEAST_PIECE, MOST_PIECE = 8, 512
-"""Tokens of the smallest and of the largest piece."""
 _MORE, _LESS = 0.2, 0.005
 """Steps of the pressure: in balance, other calls use a larger share of one call in 41."""
 _FIRST_PRESSURE, _MOST_PRESSURE = 0.5, 0.95
@@ -93,6 +93,43 @@ class Estimates:
             return False
         limit_s = self.limit_s(app, "ttft", limit)
         return limit_s is not None and passed_s > limit_s
+
+    def job(self, call: Call, used_s: float, now_s: float, last_s: float) -> Job:
+        """Return what remains of a call, and when it is due.
+
+        Args:
+            call: The call.
+            used_s: Seconds for which it has used the engine.
+            now_s: Time of now.
+            last_s: Time from which it may not be overtaken any more.
+        """
+        times = self.of(call.app)
+        if call.first_s is None:
+            need_s = max(times.least_first_s - used_s, 0)
+            limit_s = self.limit_s(call.app, "ttft", call.promise.ttft)
+            due = None if limit_s is None else call.came_s + limit_s
+            soonest_s = now_s + need_s
+        else:
+            n_left = call.promise.n_ahead(call.n_generated)
+            need_s = n_left * (call.token_s(used_s) or times.token_s)
+            limit_s = self.limit_s(call.app, "tpot", call.promise.tpot)
+            due = limit_s and call.first_s + (call.n_generated + n_left - 1) * limit_s
+            soonest_s = now_s  # narrower levels may make up for lost time
+        return Job(due_s(due, soonest_s, last_s), need_s, call.came_s)
+
+    def learn(self, call: Call, notes: Mapping[str, Any]) -> None:
+        """Learn from a call that ended and had its turn until now; notes are as in ``called``."""
+        if call.first_s is None or call.first_used_s is None:
+            self.called(call.app, None, None, notes)
+            return
+        now_s = time.perf_counter()
+        n_others = max(call.n_generated, 1)
+        answer_s, used_s = now_s - call.first_s, call.used(now_s) - call.first_used_s
+        token_s = used_s / n_others if call.n_generated > 1 else None
+        self.called(call.app, call.first_used_s, token_s, notes)
+        first_others_s = call.first_s - call.came_s - call.first_used_s
+        others_s = {"ttft": first_others_s, "tpot": (answer_s - used_s) / n_others}
+        self.judge(notes, others_s)
 
     def called(
         self, app: str, first_s: float | None, token_s: float | None, notes: Mapping[str, Any]

@@ -12,7 +12,8 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from llmaas_plugins.server.calls import Stage
-from llmaas_plugins.server.estimates import LEAST_PIECE, MOST_PIECE, PIECE_S, mean
+from llmaas_plugins.server.estimates import mean
+from llmaas_plugins.server.prompt_pieces import LEAST_PIECE, MOST_PIECE, PIECE_S
 
 __all__ = ["Member", "Pieces", "Rounds", "may_share", "next_member"]
 

@@ -22,7 +22,7 @@ from llmaas_hooks import ContextCreate, DecodeStep, Seat, hookimpl
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned, Admission, stopping
 from llmaas_plugins.server.calls import Call, Stage, Stream
-from llmaas_plugins.server.estimates import MOST_PIECE
+from llmaas_plugins.server.prompt_pieces import MOST_PIECE
 from llmaas_plugins.server.rounds import Member, Pieces, Rounds, may_share, next_member
 from llmaas_plugins.server.schedule import first_due
 
@@ -70,7 +70,7 @@ class Together(Admission):
                 self.aside.remove(call)
             if is_known:
                 call.since_s = time.perf_counter()  # it does not use the engine any more
-                self._learn(call, notes or {})
+                self._estimates.learn(call, notes or {})
             super().leave(call, notes)
 
     def has_begun(self, call: Call) -> bool:

@@ -138,6 +138,26 @@ def test_impossible_predictions_are_the_plugins_error(wrong):
     assert manager("log", liar=Answering(wrong)).cost(request()) == RequestCost()
 
 
+def test_what_a_request_takes_is_asked_once_for_all_planners():
+    asked = []
+
+    class Planner:
+        @hookimpl
+        def llmaas_level(self, cost):
+            return Levels(cost().ready_s)
+
+    class Costly:
+        @hookimpl
+        def llmaas_cost(self):
+            asked.append(1)
+            return RequestCost(0, 0.5 * len(asked))
+
+    hooks = manager(one=Planner(), other=Planner(), costly=Costly())
+    assert hooks.level(request()) == Levels(0.5)
+    assert asked == [1]
+    assert hooks.level(request()) == Levels(1.0)  # another request
+
+
 def test_a_planner_asks_only_if_it_wants_to():
     asked = []
 

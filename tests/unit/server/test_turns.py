@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from llmaas_hooks import ContextCreate, DecodeStep, HookManager, Limit, Promise, hookimpl
+from llmaas_hooks import ContextCreate, HookManager, Limit, Promise, hookimpl
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned, Admission
 from llmaas_plugins.server.together import Together
@@ -102,7 +102,7 @@ def test_a_call_that_cannot_wait_interrupts_one_that_can(admit):
             results.append(await take_turn(admission, 0))
 
         async with anyio.create_task_group() as group:
-            assert await take_turn(admission, 900) == 512
+            assert await take_turn(admission, 900) == 450
             tight = admission.enter("keyboard", SOON)
             assert admission.running is running
             group.start_soon(go_on)
@@ -113,7 +113,7 @@ def test_a_call_that_cannot_wait_interrupts_one_that_can(admit):
             admission.leave(tight)
             await until(lambda: results)
         assert admission.running is running
-        assert (results, admission.interrupted, admission.n_interruptions) == ([512], [], 1)
+        assert (results, admission.interrupted, admission.n_interruptions) == ([450], [], 1)
 
     run(story)
 
@@ -250,18 +250,6 @@ def test_stopping_ends_interrupted_calls(admit):
     run(story)
 
 
-@pytest.mark.parametrize(("token_s", "piece"), [(1.0, 8), (0.001, 64), (0.0004, 128), (1e-6, 512)])
-def test_prompts_are_divided_by_measured_times(admit, token_s, piece):
-    async def story():
-        admission = admit()
-        admission.llmaas_prefill(DecodeStep(1, 100, 100 * token_s))
-        admission.llmaas_prefill(DecodeStep(1, 2, 50.0))  # too short to tell
-        admission.enter("mail", LATER)
-        assert await take_turn(admission, 900) == piece
-
-    run(story)
-
-
 def test_room_is_left_for_those_behind(admit):
     async def story():
         admission = admit()
@@ -279,7 +267,7 @@ def test_room_is_left_for_an_interrupted_call(admit):
         admission = admit()
         running = admission.enter("mail", Promise(Limit(1.5)))
         async with anyio.create_task_group() as group:
-            assert await take_turn(admission, 900) == 512
+            assert await take_turn(admission, 900) == 450
             tight = admission.enter("keyboard", SOON)
             group.start_soon(take_turn, admission, 400)
             await until(lambda: admission.running is tight)
