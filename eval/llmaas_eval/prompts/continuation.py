@@ -15,12 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from llmaas_eval.prompts.command import Row, finish, kept, parse, parser_of
-from llmaas_eval.prompts.engine import Engine, LogP, opened
+from llmaas_eval.prompts.engine import Engine, opened
 from llmaas_eval.prompts.passages import Passage, conversations, passages
 from llmaas_eval.prompts.scorers import NAMES, UNTRAINED, Material, Scorer, scorers_of
 from llmaas_eval.prompts.shorter import SHARES, WHOLE, shorter
 from llmaas_eval.prompts.words import words_of
-from llmaas_hooks import Tokens
 
 __all__ = ["main"]
 
@@ -50,24 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measured(
     engine: Engine, one: Passage, scorers: Mapping[str, Scorer], shares: Sequence[float]
 ) -> Iterator[Row]:
-    expected = _followed(engine, one.prompt, one.rest)
+    expected = engine.followed(one.prompt, one.rest)
     prompt, material = words_of(engine, one.prompt), Material(engine, one.rest)
     for short in shorter(prompt, one.n_question, material, scorers, shares):
         if short.scorer == WHOLE:
             continue
-        found = _followed(engine, short.tokens, one.rest)
+        found = engine.followed(short.tokens, one.rest)
         row = short._asdict() | {"kind": one.kind, "number": one.number}
         del row["tokens"]
         kl = (np.exp(expected) * (expected - found)).sum(axis=1, dtype=np.float64)
         places = np.arange(len(one.rest))
         nats = (expected - found)[places, one.rest].mean(dtype=np.float64)
         yield row | {"kl": float(kl.mean()), "nats": float(nats)}
-
-
-def _followed(engine: Engine, prompt: Tokens, rest: Tokens) -> LogP:
-    """Return log probabilities of each token of the text that follows a prompt."""
-    first = engine.prefill(prompt)
-    return np.concatenate([first, engine.read(rest[:-1], 1.0, len(prompt))])
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_eval.prompts.gap import BY_KIND, CONSTANT, ONE_LEVEL, ORACLE, PAPER
-from llmaas_eval.prompts.rows import Row, rows_of
-from llmaas_eval.stats import Interval
+from llmaas_eval.prompts.rows import Row, mean_by_document, rows_of
 from llmaas_eval.tables import Maker, Output, Table, number, only, percent, spread
-from llmaas_plugins.demo.interval import interval, resamples
 
 __all__ = ["TABLES"]
 
@@ -44,11 +42,11 @@ def _gains(outputs: Sequence[Output]) -> Table:
         cells = [percent(seconds), limits, number(100 * gap.mean(), 1)]
         for arm in arms:
             gain = some[arm] - some[CONSTANT]
-            cells.append(spread(100 * np.array(_mean(gain, documents)), 1))
+            cells.append(spread(100 * np.array(mean_by_document(gain, documents)), 1))
             if gap.mean() > 0:
                 cells[-1] += f", {percent(gain.mean() / gap.mean())}"
         own = some[PAPER] - some[ONE_LEVEL]
-        lines.append([*cells, spread(100 * np.array(_mean(own, documents)), 1)])
+        lines.append([*cells, spread(100 * np.array(mean_by_document(own, documents)), 1)])
     heads = ["tiny model", "limits", "gap, points", *arms, f"{PAPER} over {ONE_LEVEL}"]
     return Table(heads, lines, "ll" + "r" * (len(heads) - 2))
 
@@ -61,7 +59,7 @@ def _over_kinds(outputs: Sequence[Output]) -> Table:
     )
     lines = []
     for seconds, limits, some in _by_limit(rows):
-        gains = [_mean(some[arm] - some[BY_KIND], documents) for arm in arms]
+        gains = [mean_by_document(some[arm] - some[BY_KIND], documents) for arm in arms]
         cells = [spread(100 * np.array(gain), 1) for gain in gains]
         lines.append([percent(seconds), limits, *cells])
     return Table(["tiny model", "limits", *arms], lines, "ll" + "r" * len(arms))
@@ -88,14 +86,6 @@ def _by_limit(rows: Sequence[Row]) -> Iterator[tuple[float, str, Mapping[str, Va
 
 def _documents(outputs: Sequence[Output]) -> NDArray[np.str_]:
     return np.array(only(outputs)["settings"]["documents"])
-
-
-def _mean(values: Values, documents: NDArray[np.str_]) -> Interval:
-    """Return the mean of prompts; documents are resampled, as their prompts are alike."""
-    _, number_of = np.unique(documents, return_inverse=True)
-    sums, n = np.bincount(number_of, values), np.bincount(number_of)
-    picks = resamples(len(n))
-    return interval(float(values.mean()), sums[picks].sum(axis=1) / n[picks].sum(axis=1))
 
 
 TABLES: Mapping[str, Maker] = {

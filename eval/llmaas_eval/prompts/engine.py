@@ -85,6 +85,15 @@ class Engine:
         row = llama_cpp.llama_get_logits_ith(self._ctx, -1)
         return log_softmax(np.ctypeslib.as_array(row, shape=(1, self.llama.n_vocab())))
 
+    def followed(self, prompt: Tokens, rest: Tokens) -> LogP:
+        """Return the whole model's log probabilities of each token of a text after a prompt.
+
+        Raises:
+            RuntimeError: ``llama_decode`` failed.
+        """
+        first = self.prefill(prompt)
+        return np.concatenate([first, self.read(rest[:-1], 1.0, len(prompt))])
+
     def answer(self, prompt: Tokens, n: int) -> Tokens:
         """Return the first ``n`` tokens of the whole model's greedy answer.
 

@@ -21,16 +21,26 @@ from llmaas_eval.prompts.scorers import Material, Scorer
 from llmaas_eval.prompts.words import only_question, shortened, words_of
 from llmaas_hooks import Tokens
 
-__all__ = ["LONGEST", "N_HALVES", "SIZES", "Grid", "Half", "measured", "prompts"]
+__all__ = [
+    "LONGEST",
+    "N_ANSWER",
+    "N_HALVES",
+    "SIZES",
+    "Grid",
+    "Half",
+    "is_right_by_level",
+    "measured",
+    "prompts",
+]
 
 N_HALVES = 2
 LONGEST = 256
 """Most tokens of a prompt and its answer."""
-_LENGTHS, _N_ANSWER = (64, 112), 4
+_LENGTHS, N_ANSWER = (64, 112), 4
 """Fewest and most tokens of a conversation's part, and tokens of an answer."""
 _LAYOUT = Layout(2, (100, 240), 140)
 """Sizes of conversations before a question about a fact."""
-SIZES: Mapping[str, Any] = {"lengths": _LENGTHS, "n_answer": _N_ANSWER, "layout": _LAYOUT}
+SIZES: Mapping[str, Any] = {"lengths": _LENGTHS, "n_answer": N_ANSWER, "layout": _LAYOUT}
 """All these sizes, on which outcomes depend."""
 
 
@@ -64,35 +74,20 @@ def prompts(engine: Engine, data: Path, n: int) -> Iterator[Half]:
 def measured(engine: Engine, one: Half, grid: Grid, score: Scorer, encoded: Encoded) -> list[Row]:
     """Return a row: whether each setting gives the whole model's answer, and the features."""
     passage = one.passage
-    answer = engine.answer(passage.prompt, _N_ANSWER)
+    answer = engine.answer(passage.prompt, N_ANSWER)
     prompt = only_question(words_of(engine, passage.prompt), passage.n_question)
     scores = score(prompt, Material(engine, answer))
     is_right = []
     for share in grid.shares:
         tokens = passage.prompt if share == 1 else shortened(prompt, scores, share)
-        is_right.append(_is_right(engine, tokens, answer, grid.levels))
+        is_right.append(is_right_by_level(engine, tokens, answer, grid.levels))
     is_right[0][0][0] = True  # even if the sizes of batches decide between two equal tokens
     row = {"half": one.half, "kind": passage.kind, "n_tokens": len(passage.prompt)}
     row["document"] = f"{one.half} {passage.kind} {passage.document}"
     return [row | {"is_right": is_right, "features": encoded.features(prompt, scores)}]
 
 
-# -- inside --------------------------------------------------------------------------------------
-
-
-def _prompts(engine: Engine, data: Path, n: int, half: int) -> Iterator[Passage]:
-    texts = {kind: some[half::N_HALVES] for kind, some in conversations(data).items()}
-    talks = passages(engine, texts, n, _LENGTHS, _N_ANSWER)
-    chats = chat_lines(data, "sgd_dev")[half::N_HALVES]
-    some = (one for one in contexts(engine, chats, n, _LAYOUT) if one.number % N_HALVES == half)
-    # the probes take turns: each fact is asked once of each of them, then the next one
-    asked = (
-        as_passage(one, turn // len(PROBES) % _LAYOUT.n_facts) for turn, one in enumerate(some)
-    )
-    return mixed(talks, asked, n)
-
-
-def _is_right(
+def is_right_by_level(
     engine: Engine, prompt: Tokens, answer: Tokens, levels: Sequence[float]
 ) -> list[list[bool]]:
     """Return by prefill and decode level whether the answer follows."""
@@ -104,3 +99,18 @@ def _is_right(
         parts = [engine.read(answer[:-1], decode, len(prompt)) for decode in levels]
         found.append([bool((part.argmax(axis=1) == answer[1:]).all()) for part in parts])
     return found
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _prompts(engine: Engine, data: Path, n: int, half: int) -> Iterator[Passage]:
+    texts = {kind: some[half::N_HALVES] for kind, some in conversations(data).items()}
+    talks = passages(engine, texts, n, _LENGTHS, N_ANSWER)
+    chats = chat_lines(data, "sgd_dev")[half::N_HALVES]
+    some = (one for one in contexts(engine, chats, n, _LAYOUT) if one.number % N_HALVES == half)
+    # the probes take turns: each fact is asked once of each of them, then the next one
+    asked = (
+        as_passage(one, turn // len(PROBES) % _LAYOUT.n_facts) for turn, one in enumerate(some)
+    )
+    return mixed(talks, asked, n)

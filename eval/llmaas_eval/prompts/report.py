@@ -8,9 +8,11 @@ from typing import Any
 from llmaas_eval.prompts import (
     break_even_tables,
     decision_tables,
+    design_tables,
     gap_tables,
     narrow_tables,
     short_tables,
+    word_scorer_tables,
 )
 from llmaas_eval.tables import Maker, as_markdown
 
@@ -22,6 +24,8 @@ TABLES: Mapping[str, Maker] = {
     **short_tables.TABLES,
     **break_even_tables.TABLES,
     **decision_tables.TABLES,
+    **word_scorer_tables.TABLES,
+    **design_tables.TABLES,
 }
 
 

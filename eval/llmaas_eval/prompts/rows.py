@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmaas_eval.stats import Interval
 from llmaas_eval.tables import NoRowsError, Output
+from llmaas_plugins.demo.interval import interval, resamples
 
-__all__ = ["Row", "means", "paired", "rows_of"]
+__all__ = ["Row", "mean_by_document", "means", "paired", "rows_of"]
 
 Row = Mapping[str, Any]
 
@@ -41,3 +43,11 @@ def paired(
     """Return the values of the units that both have, in the same order."""
     units = [one for one in base if one in found]
     return np.array([found[one] for one in units]), np.array([base[one] for one in units])
+
+
+def mean_by_document(values: NDArray[np.float64], documents: NDArray[np.str_]) -> Interval:
+    """Return the mean of prompts; documents are resampled, as their prompts are alike."""
+    _, number_of = np.unique(documents, return_inverse=True)
+    sums, n = np.bincount(number_of, values), np.bincount(number_of)
+    picks = resamples(len(n))
+    return interval(float(values.mean()), sums[picks].sum(axis=1) / n[picks].sum(axis=1))

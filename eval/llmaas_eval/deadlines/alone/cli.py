@@ -15,12 +15,14 @@ papers' narrowed ones, and times are those of a random model of a 200 M shape. P
     switching  time to switch to a level, to another file, or to a copy of units
 
 Answers are kept in ``--out``: the same command goes on where it was stopped. For parts ``memory``
-and ``switching``, and for the profile that is measured first, the machine should be idle.
+and ``switching``, and for the profile that all parts but ``shares`` measure first, the machine
+should be idle.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,20 +91,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _rows(args: argparse.Namespace) -> list[Row]:
-    model, latency = profiled_model(args.out, "tiny" if args.quick else "200m")
+    shape = "tiny" if args.quick else "200m"
+    profiled = functools.cache(lambda: profiled_model(args.out, shape))
     rows: list[Row] = []
     asking = [PARTS[part] for part in args.parts if part in PARTS]
     if asking:
-        plan = _plan(args, latency)
+        plan = _plan(args, lambda: profiled()[1])
         rows += [row for part in asking for row in part(plan)]
     for part in args.parts:
         if part in _OVERHEAD:
             n_rounds = 1 if args.quick else args.rounds
-            rows += _OVERHEAD[part](model, args.out / "files", n_rounds)
+            rows += _OVERHEAD[part](profiled()[0], args.out / "files", n_rounds)
     return rows
 
 
-def _plan(args: argparse.Namespace, latency: Latency) -> Plan:
+def _plan(args: argparse.Namespace, latency: Callable[[], Latency]) -> Plan:
     n = _QUICK if args.quick else args.questions
     sets, question_tokens = questions_of(_apps(args), n)
     scratch = {} if args.scratch is None else trained(args.scratch)

@@ -18,5 +18,6 @@ TABLES: Mapping[str, Maker] = {
         "alone-memory",
         "alone-switching",
         "alone-ways",
+        "alone-shares",
     )
 }

@@ -42,7 +42,7 @@ class Plan:
     Attributes:
         sets: Questions by app.
         question_tokens: Number of the last tokens of each prompt that are the question, by app.
-        latency: Measured times.
+        latency: Returns measured times; the first call measures them.
         scratch: Models that were trained from scratch, by share.
         methods: Names of other papers' methods.
         folder: Folder for answers and files.
@@ -51,7 +51,7 @@ class Plan:
 
     sets: Mapping[str, Sequence[Item]]
     question_tokens: Mapping[str, Sequence[int]]
-    latency: Latency
+    latency: Callable[[], Latency]
     scratch: Mapping[float, Path]
     methods: Sequence[str]
     folder: Path
@@ -86,17 +86,17 @@ def _all_settings(plan: Plan) -> Iterator[Row]:
     model = reference_model_path()
     of = Asked(_NAME, model, plan.sets, plan.scratch, plan.methods, plan.is_quick)
     promises = [*_grid(), *together(LEVELS)]
-    yield from rows_of(of, answers(of, plan.folder), plan.latency, promises)
+    yield from rows_of(of, answers(of, plan.folder), plan.latency(), promises)
 
 
 def _weights(plan: Plan) -> Iterator[Row]:
     """Yield the answers of ours with weights of several types (Fig 19a)."""
-    found = settings(plan.sets, plan.latency)
+    found = settings(plan.sets, plan.latency())
     sets = {name: items for name, items in plan.sets.items() if name in found}
     for kind in WEIGHTS:
         path = in_weights(reference_model_path(), kind, plan.folder / "models")
         of = Asked(f"{_NAME}, {kind}", path, sets, {}, [], plan.is_quick, found)
-        yield from rows_of(of, answers(of, plan.folder), plan.latency, _grid())
+        yield from rows_of(of, answers(of, plan.folder), plan.latency(), _grid())
 
 
 def _reordering(plan: Plan) -> Iterator[Row]:
@@ -104,7 +104,7 @@ def _reordering(plan: Plan) -> Iterator[Row]:
 
     Neither is compensated, so that the order is all that differs.
     """
-    found = settings(plan.sets, plan.latency)
+    found = settings(plan.sets, plan.latency())
     sets = {name: items for name, items in plan.sets.items() if name in found}
     for name, is_reordered in (("reordered, not compensated", True), ("not reordered", False)):
         of = Asked(
@@ -118,13 +118,13 @@ def _reordering(plan: Plan) -> Iterator[Row]:
             is_compensated=False,
             is_reordered=is_reordered,
         )
-        yield from rows_of(of, answers(of, plan.folder), plan.latency, _grid())
+        yield from rows_of(of, answers(of, plan.folder), plan.latency(), _grid())
 
 
 def _concise(plan: Plan) -> Iterator[Row]:
     """Yield the answers to prompts of which callers left out 15 % (Fig 19b)."""
     sets = shorter(_prepared(plan), plan.sets, plan.question_tokens, SCORERS[-1], _CONCISE)
-    found = settings(sets, plan.latency)
+    found = settings(sets, plan.latency())
     some = {name: items for name, items in sets.items() if name in found}
     of = Asked(
         f"{_NAME}, prompts 15 % shorter",
@@ -135,7 +135,7 @@ def _concise(plan: Plan) -> Iterator[Row]:
         plan.is_quick,
         found,
     )
-    yield from rows_of(of, answers(of, plan.folder), plan.latency, _grid())
+    yield from rows_of(of, answers(of, plan.folder), plan.latency(), _grid())
 
 
 def _shares(plan: Plan) -> Iterator[Row]:
