@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ __all__ = [
     "in_part",
     "in_steps",
     "limited",
+    "mean_of_possible",
     "parts",
     "steps",
     "strategies",
@@ -182,6 +183,11 @@ def strategies(
 
 ALL_LIMITS = LIMITS[1:]
 """Limits under which there is something to choose."""
+
+
+def mean_of_possible(values: Iterable[Values | None]) -> Values:
+    """Return the mean of each prompt over the limits that are possible; one of them is."""
+    return np.asarray(np.mean([one for one in values if one is not None], axis=0), np.float64)
 
 
 # -- inside --------------------------------------------------------------------------------------

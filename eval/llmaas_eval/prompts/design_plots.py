@@ -17,6 +17,7 @@ from llmaas_eval.prompts.design_outcomes import (
     costs_of,
     in_part,
     in_steps,
+    mean_of_possible,
     parts,
     steps,
     strategies,
@@ -50,13 +51,13 @@ def draw_design(rows: Sequence[Row], costs: Mapping[float, Sequence[float]], fol
 def _steps(rows: Sequence[Row], cost: Mapping[float, Cost]) -> Mapping[str, Values | None]:
     found = [steps(rows, cost, limits) for limits in ALL_LIMITS]
     some = [one for one in found if all(pair[0] is not None for pair in one.values())]
-    return {f"{size} %": np.mean([one[size][0] for one in some], axis=0) for size in STEP_SIZES}
+    return {f"{size} %": mean_of_possible(one[size][0] for one in some) for size in STEP_SIZES}
 
 
 def _parts(rows: Sequence[Row], cost: Mapping[float, Cost]) -> Mapping[str, Values | None]:
     found = [parts(rows, cost, limits) for limits in ALL_LIMITS]
     some = [one for one in found if all(values is not None for values in one.values())]
-    return {name: np.mean([one[name] for one in some], axis=0) for name in found[0]}
+    return {name: mean_of_possible(one[name] for one in some) for name in found[0]}
 
 
 def _bars(

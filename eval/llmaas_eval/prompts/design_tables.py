@@ -16,6 +16,7 @@ from llmaas_eval.prompts.design_outcomes import (
     in_part,
     in_steps,
     limited,
+    mean_of_possible,
     parts,
     steps,
     strategies,
@@ -43,12 +44,10 @@ def _parts(outputs: Sequence[Output]) -> Table:
     names = [name for name in next(iter(found.values())) if name != WHOLE]
     lines = []
     for limits, reached in found.items():
-        if reached[WHOLE] is None:
-            continue
-        cells = [_shown(limits), _share(reached[WHOLE], documents)]
-        lines.append([*cells, *(_lost(reached, name, documents) for name in names)])
-    wholes = [one[WHOLE] for one in found.values() if one[WHOLE] is not None]
-    cells = ["all", _share(np.mean(wholes, axis=0), documents)]
+        if (whole := reached[WHOLE]) is not None:
+            lost = [_lost(reached, name, documents) for name in names]
+            lines.append([_shown(limits), _share(whole, documents), *lost])
+    cells = ["all", _share(mean_of_possible(one[WHOLE] for one in found.values()), documents)]
     lines.append([*cells, *(_lost(_mean(found, name), name, documents) for name in names)])
     heads = ["limits", "agree", *(f"without {name}" for name in names)]
     return Table(heads, lines, "l" + "r" * (len(heads) - 1))
@@ -61,7 +60,7 @@ def _steps(outputs: Sequence[Output]) -> Table:
     found = {limits: steps(rows, cost, limits) for limits in ALL_LIMITS}
     possible = [one for one in found.values() if all(pair[0] is not None for pair in one.values())]
     means: Mapping[int, tuple[Values, ...]] = {
-        size: tuple(np.mean([one[size][i] for one in possible], axis=0) for i in range(2))
+        size: tuple(mean_of_possible(one[size][i] for one in possible) for i in range(2))
         for size in STEP_SIZES
     }
     for name, one in {
@@ -142,7 +141,7 @@ def _mean(
 ) -> Mapping[str, Values | None]:
     """Return the means over the limits that are possible without a part, too."""
     both = [one for one in found.values() if one[WHOLE] is not None and one[name] is not None]
-    return {one: np.mean([each[one] for each in both], axis=0) for one in (WHOLE, name)}
+    return {one: mean_of_possible(each[one] for each in both) for one in (WHOLE, name)}
 
 
 def _lost(reached: Mapping[str, Values | None], name: str, documents: NDArray[np.str_]) -> str:

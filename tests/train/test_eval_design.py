@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from preparing import prepare
+from tiny_encoders import N_EMBD, write_package
 
+from llmaas_eval.data import packaged_lines
 from llmaas_eval.prompts import design_tables, word_scorer_tables
 from llmaas_eval.prompts.design_outcomes import (
     FINE,
@@ -18,12 +23,21 @@ from llmaas_eval.prompts.design_outcomes import (
     steps,
     strategies,
 )
+from llmaas_eval.prompts.engine import opened
 from llmaas_eval.prompts.gap import settings
-from llmaas_eval.prompts.stretches import by_stretch
-from llmaas_eval.prompts.tiny_encoders import Encoder, Size
-from llmaas_eval.prompts.word_scorers import ATTENTION, BY_WORD, shortenings
-from llmaas_eval.prompts.words import shortened
+from llmaas_eval.prompts.stretches import CLAUSE, SENTENCE, begins_of, by_stretch
+from llmaas_eval.prompts.words import shortened, words_of
+from llmaas_plugins.elastic.metadata import order_in, read_elastic
+from llmaas_plugins.model.gguf_header import read_header
+from llmaas_plugins.short_prompts.encoder.body import read_body
+from llmaas_plugins.short_prompts.encoder.model_file import EncoderFile, Head
 from llmaas_plugins.short_prompts.scorer import Prompt
+
+torch = pytest.importorskip("torch", reason="make test-train installs it")
+design = pytest.importorskip("llmaas_eval.prompts.design")
+design_files = pytest.importorskip("llmaas_eval.prompts.design_files")
+tiny = pytest.importorskip("llmaas_eval.prompts.tiny_encoders")
+word_scorers = pytest.importorskip("llmaas_eval.prompts.word_scorers")
 
 COSTS = [(n / 10, [n / 10, n / 10]) for n in range(10, 1, -1)]
 """Times that are proportional to the level."""
@@ -64,6 +78,21 @@ def test_the_best_stretch_is_kept_first_and_the_next_one_fills_the_room():
     assert shortened(prompt, found, 0.6).tolist() == [0, 1, 2, 3, 4, 5]
     begins[0] = False
     assert by_stretch(prompt, scores, begins).tolist() == found.tolist()
+
+
+def test_sentences_and_clauses_begin_after_their_signs(model):
+    with opened(model, 64) as engine:
+        text = "Anna: The gate is shut, the code is 12. Yes.\nBob: Why?"
+        prompt = words_of(engine, engine.tokens(text))
+        found = {}
+        for unit in (SENTENCE, CLAUSE):
+            places = np.flatnonzero(begins_of(prompt, unit, engine.llama))[1:]
+            found[unit] = ["".join(part).strip() for part in np.split(prompt.words, places)]
+    assert "the code is 12." in found[CLAUSE]
+    assert not any(one.startswith("the code") for one in found[SENTENCE])
+    for stretches in found.values():
+        assert "Yes." in stretches
+        assert "".join("".join(found[SENTENCE]).split()) == "".join("".join(stretches).split())
 
 
 # -- designs ---------------------------------------------------------------------------------------
@@ -160,16 +189,16 @@ def output(study, rows, **found):
 
 def test_tiny_models_are_compared_at_equal_tokens_and_in_equal_time():
     encoders = [
-        Encoder(Size(6, 3), None, 10_000_000, 0.8),
-        Encoder(Size(2, 1), None, 4_000_000, 0.7),
+        tiny.Encoder(tiny.Size(6, 3), None, 10_000_000, 0.8),
+        tiny.Encoder(tiny.Size(2, 1), None, 4_000_000, 0.7),
     ]
-    ways = list(shortenings(encoders))
+    ways = list(word_scorers.shortenings(encoders))
     timed = {(one.scorer, one.share): one.tokens for one in ways if one.is_timed}
     assert timed["6 layers, 3 shared", 0.5] == pytest.approx(0.45)
     assert timed["2 layers, 1 shared", 0.5] == pytest.approx(0.48)
     rows = [
         one._asdict() | {"number": i, "document": str(i), "kept": one.tokens, "kl": 0.1,
-                         "agrees": one.scorer[0] == "6" or one.unit != BY_WORD}
+                         "agrees": one.scorer[0] == "6" or one.unit != word_scorers.BY_WORD}
         for one in ways
         for i in range(N)
     ]  # fmt: skip
@@ -181,9 +210,105 @@ def test_tiny_models_are_compared_at_equal_tokens_and_in_equal_time():
     assert lines[0] == ["6 layers, 3 shared", "10.0 M", "80.0 %", *["100.0 %"] * 4]
     assert lines[1][3] == "0.0 %, −100.0 (−100.0 to −100.0)"
     lines = word_scorer_tables.TABLES["prompts-words-by-share"](found).rows
-    assert {line[1] for line in lines} >= {"score head", ATTENTION, "random"}
+    assert {line[1] for line in lines} >= {"score head", word_scorers.ATTENTION, "random"}
     lines = word_scorer_tables.TABLES["prompts-score-head"](found).rows
     assert lines[0][:3] == ["agree", "90 %", "+100.0 (+100.0 to +100.0)"]
     lines = word_scorer_tables.TABLES["prompts-stretches"](found).rows
-    by_attention = [line for line in lines if line[0] == ATTENTION]
+    by_attention = [line for line in lines if line[0] == word_scorers.ATTENTION]
     assert {line[4] for line in by_attention} == {"+100.0 (+100.0 to +100.0)"}
+
+
+# -- files and studies -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(light_model, tmp_path_factory):
+    return prepare(light_model, tmp_path_factory.mktemp("design") / "light.elastic.gguf")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Return a folder in which all sets are the packaged conversations, two of them."""
+    folder = tmp_path_factory.mktemp("data")
+    talks = [line for lines in packaged_lines() for line in lines]
+    names = ("chat/sgd_dev", "tasks/qmsum_val20", "tasks/dialogsum_test", "tasks/dialogsum_dev")
+    rows = {name: [] for name in names}
+    for some in (talks[::2], talks[1::2]):
+        turns = [
+            {"role": role.lower(), "content": content}
+            for role, _, content in (line.partition(": ") for line in some)
+        ]
+        rows["chat/sgd_dev"].append({"turns": turns})
+        rows["tasks/qmsum_val20"].append({"turns": turns})
+        talk = "\n".join(some)
+        rows["tasks/dialogsum_test"].append({"dialogue": talk})
+        rows["tasks/dialogsum_dev"].append({"dialogue": talk, "summary": talk[:40]})
+    for name, lines in rows.items():
+        path = folder / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in lines), encoding="utf-8")
+    return folder
+
+
+def test_the_own_order_gives_other_levels_and_the_same_whole_model(light_model, model, tmp_path):
+    own = design_files.unordered(light_model, model, tmp_path / "own.gguf")
+    elastic, prepared = read_elastic(own), read_elastic(model)
+    assert elastic.tables["uniform"][-1].neurons.tolist() == (
+        prepared.tables["uniform"][-1].neurons.tolist()
+    )
+    assert (np.diff(order_in(read_header(own), elastic.blocks).neurons, axis=1) == 1).all()
+    found = []
+    for path in (model, own):
+        with opened(path, 64) as engine:
+            tokens = engine.tokens("User: Where does Anna live?\nAssistant: In Rome.\n")
+            found.append([engine.read(tokens, level) for level in (1.0, 0.4)])
+    assert found[0][0] == pytest.approx(found[1][0], abs=0.05)
+    assert np.abs(found[0][1] - found[1][1]).mean() > 0.05
+
+
+def test_finer_levels_keep_the_order(light_model, model, tmp_path):
+    fine = design_files.in_steps(light_model, model, FINE, tmp_path / "fine.gguf")
+    elastic, prepared = read_elastic(fine), read_elastic(model)
+    assert elastic.levels == FINE
+    orders = [order_in(read_header(path), elastic.blocks).neurons for path in (fine, model)]
+    assert (orders[0] == orders[1]).all()
+    by_level = dict(zip(prepared.levels, prepared.tables["uniform"], strict=True))
+    assert elastic.tables["uniform"][10].neurons.tolist() == by_level[0.5].neurons.tolist()
+
+
+@pytest.mark.slow
+def test_the_study_of_words_learns_and_measures_once(model, data, tmp_path, monkeypatch, capsys):
+    folder = write_package(tmp_path)
+    monkeypatch.setattr(word_scorers, "body_folder", lambda: folder)
+    monkeypatch.setattr(word_scorers, "SIZES", (word_scorers.DEFAULT, tiny.Size(2, 1)))
+    arguments = ["--quick", "--model", str(model), "--data", str(data), "-o", str(tmp_path)]
+    assert word_scorers.main([*arguments, "--pictures", str(tmp_path)]) == 0
+    first = json.loads((tmp_path / "word_scorers.json").read_text())
+    kept = sorted((tmp_path / "kept").iterdir())
+    assert len([path for path in kept if path.suffix == ".gguf"]) == 2
+    assert all(row["kept"] <= max(row["tokens"], 0.25) + 0.01 for row in first["rows"])
+    assert "prompts-stretches" in capsys.readouterr().out
+    assert (tmp_path / "prompts-words-by-share.png").exists()
+    assert word_scorers.main(arguments) == 0
+    assert sorted((tmp_path / "kept").iterdir()) == kept
+    assert json.loads((tmp_path / "word_scorers.json").read_text())["rows"] == first["rows"]
+
+
+@pytest.mark.slow
+def test_the_study_of_parts_measures_each_design(light_model, model, data, tmp_path, monkeypatch):
+    body = read_body(write_package(tmp_path))
+    encoder = tmp_path / "encoder.gguf"
+    weight = np.random.default_rng(0).standard_normal((2, N_EMBD)).astype(np.float32)
+    EncoderFile.write(encoder, body, {}, Head(weight, np.zeros(2, np.float32)))
+    monkeypatch.setattr(design, "recovered", lambda path, *_: path)  # it takes minutes
+    arguments = ["-n", "4", "--steps-n", "4", "--model", str(model), "--source", str(light_model)]
+    arguments += ["--encoder", str(encoder), "--data", str(data), "-o", str(tmp_path)]
+    assert design.main([*arguments, "--pictures", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "design.json").read_text())["rows"]
+    by_design = {row["design"]: np.array(row["is_right"]) for row in rows}
+    assert {name: one.shape for name, one in by_design.items()} == {
+        "all": (4, 6, 6), "score head": (4, 6, 6), "recovery": (4, 6, 6), "reordering": (4, 6, 6),
+        "steps": (17, 17),
+    }  # fmt: skip
+    assert "prompts-design-parts" in (tmp_path / "design.md").read_text()
+    assert (tmp_path / "prompts-design.png").exists()
