@@ -1,4 +1,4 @@
-"""What parts of ElastiLM's design give, and words by tiny models: choices, stretches and tables."""
+"""Parts of ElastiLM's design, and words by tiny models: choices, stretches and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each design and each way to choose reaches under limits, from the outcomes of prompts."""
+"""Shares of answers that each design, and each way to choose, keeps under limits."""
 
 from __future__ import annotations
 
