@@ -295,19 +295,19 @@ def test_the_study_of_words_learns_and_measures_once(model, data, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_the_study_of_parts_measures_each_design(light_model, model, data, tmp_path, monkeypatch):
+def test_the_study_of_parts_measures_each_design(light_model, model, data, tmp_path):
     body = read_body(write_package(tmp_path))
     encoder = tmp_path / "encoder.gguf"
     weight = np.random.default_rng(0).standard_normal((2, N_EMBD)).astype(np.float32)
     EncoderFile.write(encoder, body, {}, Head(weight, np.zeros(2, np.float32)))
-    monkeypatch.setattr(design, "recovered", lambda path, *_: path)  # it takes minutes
     arguments = ["-n", "4", "--steps-n", "4", "--model", str(model), "--source", str(light_model)]
-    arguments += ["--encoder", str(encoder), "--data", str(data), "-o", str(tmp_path)]
+    arguments += ["--encoder", str(encoder), "--tokens", "0"]
+    arguments += ["--data", str(data), "-o", str(tmp_path)]
     assert design.main([*arguments, "--pictures", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "design.json").read_text())["rows"]
     by_design = {row["design"]: np.array(row["is_right"]) for row in rows}
     assert {name: one.shape for name, one in by_design.items()} == {
-        "all": (4, 6, 6), "score head": (4, 6, 6), "recovery": (4, 6, 6), "reordering": (4, 6, 6),
+        "all": (4, 6, 6), "score head": (4, 6, 6), "reordering": (4, 6, 6),
         "steps": (17, 17),
     }  # fmt: skip
     assert "prompts-design-parts" in (tmp_path / "design.md").read_text()

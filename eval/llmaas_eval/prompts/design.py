@@ -104,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--source", type=Path, default=reference_model_path(), help="GGUF file of which the model "
         "was prepared; %(default)s")  # fmt: skip
     add("--encoder", type=Path, help="file of the tiny model; default: the one that was trained")
-    add("--tokens", type=int, default=65_536, help="tokens to recover a level; %(default)s")
+    add("--tokens", type=int, default=65_536, help="tokens to recover a level from; 0 leaves "
+        "recovery out; %(default)s")  # fmt: skip
     add("--steps-n", type=int, default=240, help="prompts in steps of 5 %%; %(default)s")
     add("--pictures", type=Path, metavar="FOLDER", help="also write PNG plots to FOLDER")
     return parser
@@ -115,17 +116,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _designs(args: argparse.Namespace, options: Options) -> Sequence[_Design]:
     """Return all designs; make their files."""
-    levels = [level for level in LEVELS if level < 1]
     own = unordered(args.source, options.model, options.out / "unordered.gguf")
-    with_order, without = (
-        recovered(path, levels, args.tokens, options.out) for path in (options.model, own)
-    )
-    return (
-        _Design(WHOLE, with_order, is_random=False),
-        _Design(NO_SCORES, with_order, is_random=True),
-        _Design(NO_RECOVERY, options.model, is_random=False),
-        _Design(NO_ORDER, without, is_random=False),
-    )
+    found = [
+        _Design(WHOLE, _recovered(options.model, args, options), is_random=False),
+        _Design(NO_SCORES, _recovered(options.model, args, options), is_random=True),
+        _Design(NO_ORDER, _recovered(own, args, options), is_random=False),
+    ]
+    if args.tokens:
+        found.append(_Design(NO_RECOVERY, options.model, is_random=False))
+    return found
+
+
+def _recovered(path: Path, args: argparse.Namespace, options: Options) -> Path:
+    """Return a file with recovered levels; the file itself if none are to be recovered."""
+    levels = [level for level in LEVELS if level < 1]
+    return recovered(path, levels, args.tokens, options.out) if args.tokens else path
 
 
 def _asked(options: Options) -> list[_Asked]:

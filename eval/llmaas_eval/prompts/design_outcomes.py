@@ -134,7 +134,8 @@ def parts(
     rows: Sequence[Row], cost: Mapping[float, Cost], limits: tuple[int, int]
 ) -> Mapping[str, Values | None]:
     """Return what the whole design reaches under limits, and that without each part."""
-    whole, others = in_part(rows, WHOLE), (NO_SCORES, NO_RECOVERY, NO_ORDER)
+    whole, designs = in_part(rows, WHOLE), {row["design"] for row in rows}
+    others = [name for name in (NO_SCORES, NO_RECOVERY, NO_ORDER) if name in designs]
     mask = limited(whole, cost, limits)
     is_level = np.array([one.prefill == one.decode for one in whole.some])
     is_whole = np.array([one.share == 1 for one in whole.some])
