@@ -10,6 +10,7 @@ from preparing import prepare
 from tiny_encoders import N_EMBD, write_package
 
 from llmaas_eval.data import packaged_lines
+from llmaas_eval.elastic.prepared import write_uniform
 from llmaas_eval.prompts import design_tables, word_scorer_tables
 from llmaas_eval.prompts.design_outcomes import (
     FINE,
@@ -28,6 +29,7 @@ from llmaas_eval.prompts.gap import settings
 from llmaas_eval.prompts.stretches import CLAUSE, SENTENCE, begins_of, by_stretch
 from llmaas_eval.prompts.words import shortened, words_of
 from llmaas_plugins.elastic.metadata import order_in, read_elastic
+from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
 from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.short_prompts.encoder.body import read_body
 from llmaas_plugins.short_prompts.encoder.model_file import EncoderFile, Head
@@ -250,15 +252,29 @@ def data(tmp_path_factory):
     return folder
 
 
-def test_the_own_order_gives_other_levels_and_the_same_whole_model(light_model, model, tmp_path):
-    own = design_files.unordered(light_model, model, tmp_path / "own.gguf")
-    elastic, prepared = read_elastic(own), read_elastic(model)
+@pytest.fixture(scope="module")
+def ordered(light_model, tmp_path_factory):
+    """Return a prepared file whose units have a random order."""
+    chance, blocks = np.random.default_rng(0), blocks_of(light_model)
+    scores = Scores(
+        groups=chance.random((blocks.n_layers, blocks.n_groups), np.float32),
+        neurons=chance.random((blocks.n_layers, blocks.n_ff), np.float32),
+        layers=chance.random(blocks.n_layers),
+        calibration=Calibration("0" * 64, 0, 0, "none"),
+    )
+    path = tmp_path_factory.mktemp("ordered") / "ordered.elastic.gguf"
+    return write_uniform(light_model, path, scores)
+
+
+def test_the_own_order_gives_other_levels_and_the_same_whole_model(light_model, ordered, tmp_path):
+    own = design_files.unordered(light_model, ordered, tmp_path / "own.gguf")
+    elastic, prepared = read_elastic(own), read_elastic(ordered)
     assert elastic.tables["uniform"][-1].neurons.tolist() == (
         prepared.tables["uniform"][-1].neurons.tolist()
     )
     assert (np.diff(order_in(read_header(own), elastic.blocks).neurons, axis=1) == 1).all()
     found = []
-    for path in (model, own):
+    for path in (ordered, own):
         with opened(path, 64) as engine:
             tokens = engine.tokens("User: Where does Anna live?\nAssistant: In Rome.\n")
             found.append([engine.read(tokens, level) for level in (1.0, 0.4)])
@@ -266,11 +282,11 @@ def test_the_own_order_gives_other_levels_and_the_same_whole_model(light_model, 
     assert np.abs(found[0][1] - found[1][1]).mean() > 0.05
 
 
-def test_finer_levels_keep_the_order(light_model, model, tmp_path):
-    fine = design_files.in_steps(light_model, model, FINE, tmp_path / "fine.gguf")
-    elastic, prepared = read_elastic(fine), read_elastic(model)
+def test_finer_levels_keep_the_order(light_model, ordered, tmp_path):
+    fine = design_files.in_steps(light_model, ordered, FINE, tmp_path / "fine.gguf")
+    elastic, prepared = read_elastic(fine), read_elastic(ordered)
     assert elastic.levels == FINE
-    orders = [order_in(read_header(path), elastic.blocks).neurons for path in (fine, model)]
+    orders = [order_in(read_header(path), elastic.blocks).neurons for path in (fine, ordered)]
     assert (orders[0] == orders[1]).all()
     by_level = dict(zip(prepared.levels, prepared.tables["uniform"], strict=True))
     assert elastic.tables["uniform"][10].neurons.tolist() == by_level[0.5].neurons.tolist()
