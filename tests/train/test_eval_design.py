@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +31,8 @@ from llmaas_eval.prompts.gap import settings
 from llmaas_eval.prompts.stretches import CLAUSE, SENTENCE, begins_of, by_stretch
 from llmaas_eval.prompts.words import shortened, words_of
 from llmaas_plugins.elastic.metadata import order_in, read_elastic
+from llmaas_plugins.elastic.prepared_file import write_prepared
+from llmaas_plugins.elastic.reordering import order_by
 from llmaas_plugins.elastic.units import Calibration, Scores, blocks_of
 from llmaas_plugins.model.gguf_header import read_header
 from llmaas_plugins.short_prompts.encoder.body import read_body
@@ -252,8 +256,8 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def ordered(light_model, tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, True], ids=["blocks", "one by one"])
+def ordered(light_model, tmp_path_factory, request):
     """Return a prepared file whose units have a random order."""
     chance, blocks = np.random.default_rng(0), blocks_of(light_model)
     scores = Scores(
@@ -263,7 +267,13 @@ def ordered(light_model, tmp_path_factory):
         calibration=Calibration("0" * 64, 0, 0, "none"),
     )
     path = tmp_path_factory.mktemp("ordered") / "ordered.elastic.gguf"
-    return write_uniform(light_model, path, scores)
+    write_uniform(light_model, path, scores)
+    if request.param:  # neurons of a block have moved apart
+        elastic = read_elastic(path)
+        by_one = order_by(replace(elastic.blocks, granule=1), scores)
+        elastic = replace(elastic, source=None)
+        deque(write_prepared(light_model, path, elastic, by_one, takes_blocks_apart=True), 0)
+    return path
 
 
 def test_the_own_order_gives_other_levels_and_the_same_whole_model(light_model, ordered, tmp_path):
@@ -286,7 +296,8 @@ def test_finer_levels_keep_the_order(light_model, ordered, tmp_path):
     fine = design_files.in_steps(light_model, ordered, FINE, tmp_path / "fine.gguf")
     elastic, prepared = read_elastic(fine), read_elastic(ordered)
     assert elastic.levels == FINE
-    orders = [order_in(read_header(path), elastic.blocks).neurons for path in (fine, ordered)]
+    by_one = replace(elastic.blocks, group_granule=1, granule=1)
+    orders = [order_in(read_header(path), by_one).neurons for path in (fine, ordered)]
     assert (orders[0] == orders[1]).all()
     by_level = dict(zip(prepared.levels, prepared.tables["uniform"], strict=True))
     assert elastic.tables["uniform"][10].neurons.tolist() == by_level[0.5].neurons.tolist()

@@ -49,7 +49,9 @@ def in_steps(source: Path, prepared: Path, levels: Sequence[float], path: Path) 
     losses[list(elastic.anchors)] = 1
     widths = uniform_widths(elastic.blocks, levels, losses, elastic.step)
     changed = replace(elastic, levels=tuple(levels), tables={"uniform": widths})
-    return _written(source, path, changed, order_in(read_header(prepared), elastic.blocks))
+    by_one = replace(elastic.blocks, group_granule=1, granule=1)
+    order = order_in(read_header(prepared), by_one)
+    return _written(source, path, changed, order, is_apart=elastic.source is None)
 
 
 def recovered(path: Path, levels: Sequence[float], n_tokens: int, folder: Path) -> Path:
@@ -97,10 +99,21 @@ def _own(n_layers: int, n: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint3
     return np.tile(np.arange(n, dtype=np.uint32), (n_layers, 1))
 
 
-def _written(source: Path, path: Path, elastic: Elastic, order: Order) -> Path:
+def _written(
+    source: Path, path: Path, elastic: Elastic, order: Order, *, is_apart: bool = False
+) -> Path:
+    """Write a prepared file, if it is missing.
+
+    Args:
+        source: The model before it was prepared.
+        path: The file.
+        elastic: Its metadata.
+        order: Order of its units.
+        is_apart: Whether neurons move one by one.
+    """
     if not path.exists():
         partial = path.with_suffix(".partial")
-        for _ in write_prepared(source, partial, elastic, order):
+        for _ in write_prepared(source, partial, elastic, order, takes_blocks_apart=is_apart):
             pass
         partial.replace(path)
     return path
