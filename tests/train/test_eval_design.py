@@ -30,6 +30,7 @@ from llmaas_eval.prompts.engine import opened
 from llmaas_eval.prompts.gap import settings
 from llmaas_eval.prompts.stretches import CLAUSE, SENTENCE, begins_of, by_stretch
 from llmaas_eval.prompts.words import shortened, words_of
+from llmaas_eval.tables import NoRowsError
 from llmaas_plugins.elastic.metadata import order_in, read_elastic
 from llmaas_plugins.elastic.prepared_file import write_prepared
 from llmaas_plugins.elastic.reordering import order_by
@@ -178,8 +179,9 @@ def test_parts_are_compared_with_the_whole_design():
     assert means["score head"] == means["shorter prompts"] == 0
     assert 0 < means["decision"] < 1
     assert parts(rows, costs_of(COSTS), (19, 50))["shorter prompts"] is None
-    rows += [outcome(i, "steps", in_all_steps(lambda *_: True)) for i in range(N)]
     table = design_tables.TABLES["prompts-design-parts"]([output("design", rows)])
+    with pytest.raises(NoRowsError):
+        design_tables.TABLES["prompts-strategies"]([output("design", rows)])
     assert table.rows[-1][:3] == [
         "all", "100.0 % (100.0–100.0)", "−100.0 (−100.0 to −100.0)",
     ]  # fmt: skip

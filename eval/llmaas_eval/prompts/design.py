@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         some = asked[: args.steps_n]
         rows += _rows(options, some, engine, design, encoder, _IN_STEPS)
     cost = {level: [*one] for level, one in costs(load("elastic-time")).items()}
-    if args.pictures:
+    if args.pictures and args.steps_n:
         from llmaas_eval.prompts.design_plots import draw_design
 
         draw_design(rows, cost, args.pictures)
@@ -106,7 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--encoder", type=Path, help="file of the tiny model; default: the one that was trained")
     add("--tokens", type=int, default=65_536, help="tokens to recover a level from; 0 leaves "
         "recovery out; %(default)s")  # fmt: skip
-    add("--steps-n", type=int, default=240, help="prompts in steps of 5 %%; %(default)s")
+    add("--steps-n", type=int, default=240, help="prompts in steps of 5 %%, 0 for "
+        "none; %(default)s")  # fmt: skip
     add("--pictures", type=Path, metavar="FOLDER", help="also write PNG plots to FOLDER")
     return parser
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from llmaas_eval.prompts.gap import LIMITS, Cost, Setting, feasible, settings
 from llmaas_eval.prompts.rows import Row
+from llmaas_eval.tables import NoRowsError
 
 __all__ = [
     "ALL_LIMITS",
@@ -199,6 +200,8 @@ def _is_step(value: float, size: int) -> bool:
 
 
 def _of(rows: Sequence[Row], some: Sequence[Setting]) -> Outcomes:
+    if not rows:
+        raise NoRowsError("no prompts were asked")
     rows = sorted(rows, key=lambda row: row["number"])
     right = [np.ravel(row["is_right"]) for row in rows]
     return Outcomes(
