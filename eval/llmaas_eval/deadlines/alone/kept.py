@@ -18,6 +18,5 @@ TABLES: Mapping[str, Maker] = {
         "alone-memory",
         "alone-switching",
         "alone-ways",
-        "alone-shares",
     )
 }
