@@ -94,7 +94,7 @@ def _score_head(outputs: Sequence[Output]) -> Table:
 
 
 def _sizes(outputs: Sequence[Output]) -> Table:
-    """Show how well tiny models of several sizes choose, with equal tokens and in equal time."""
+    """Show tiny models of several sizes with equal tokens and in equal time, over the first one."""
     rows, lines = rows_of(outputs, "word_scorers"), list[list[str]]()
     shares = sorted({row["share"] for row in rows if row["is_timed"]}, reverse=True)
     for size in only(outputs)["settings"]["sizes"]:
@@ -103,16 +103,16 @@ def _sizes(outputs: Sequence[Output]) -> Table:
         for is_timed in (False, True):
             for share in shares:
                 own = _way(name, share, is_timed)
-                values, _ = values_of(rows, "agrees", **own)
-                cell = percent(float(values.mean()), 1)
+                values, _ = values_of(rows, "kl", **own)
+                cell = number(float(values.mean()), 3)
                 if name != _DEFAULT:
                     base = _way(_DEFAULT, share, is_timed)
-                    cell += f", {_gain(rows, MEASURES[0], own, base)}"
+                    cell += f", {_gain(rows, MEASURES[1], own, base)}"
                 cells.append(cell)
         lines.append(cells)
     heads = ["tiny model", "weights in layers", "AUC"]
-    heads += [f"{percent(share)} of the tokens" for share in shares]
-    heads += [f"{percent(share)} of the time" for share in shares]
+    heads += [f"KL, {percent(share)} of the tokens" for share in shares]
+    heads += [f"KL, {percent(share)} of the time" for share in shares]
     return Table(heads, lines, "l" + "r" * (len(heads) - 1))
 
 
