@@ -205,8 +205,11 @@ def test_tiny_models_are_compared_at_equal_tokens_and_in_equal_time():
     assert timed["6 layers, 3 shared", 0.5] == pytest.approx(0.45)
     assert timed["2 layers, 1 shared", 0.5] == pytest.approx(0.48)
     rows = [
-        one._asdict() | {"number": i, "document": str(i), "kept": one.tokens, "kl": 0.1 if one.scorer[0] == "6" else 0.2,
-                         "agrees": one.scorer[0] == "6" or one.unit != word_scorers.BY_WORD}
+        one._asdict() | {
+            "number": i, "document": str(i), "kept": one.tokens,
+            "kl": 0.1 if one.scorer[0] == "6" else 0.2,
+            "agrees": one.scorer[0] == "6" or one.unit != word_scorers.BY_WORD,
+        }
         for one in ways
         for i in range(N)
     ]  # fmt: skip
