@@ -33,6 +33,7 @@ REPORTS = (
     "llmaas_eval.tasks.report",
     "llmaas_eval.prompts.narrow_tables",
     "llmaas_eval.prompts.decision_tables",
+    "llmaas_eval.prompts.design_tables",
     "llmaas_eval.prompts.gap_tables",
     "llmaas_eval.prompts.short_tables",
     "llmaas_eval.prompts.word_scorer_tables",
