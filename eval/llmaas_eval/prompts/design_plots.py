@@ -40,8 +40,8 @@ def draw_design(rows: Sequence[Row], costs: Mapping[float, Sequence[float]], fol
     in_fine, in_parts = in_steps(rows).documents, in_part(rows, WHOLE).documents
     found = strategies(rows, cost, EXAMPLE)
     _bars(panels[0], found, in_fine, "{} % / {} %".format(*EXAMPLE))
-    _bars(panels[1], _steps(rows, cost), in_fine, "best constant by step, all limits")
-    _bars(panels[2], _parts(rows, cost), in_parts, "without a part, limits that all can keep")
+    _bars(panels[1], _steps(rows, cost), in_fine, "steps, all limits")
+    _bars(panels[2], _parts(rows, cost), in_parts, "without a part")
     figure.savefig(folder / "prompts-design.png", dpi=110)
 
 
