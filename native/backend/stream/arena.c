@@ -215,9 +215,11 @@ static void submit(llmaas_arena * arena) {
 
 /* Start reads between graphs. That may wait, too: a device takes only so many reads at a time. */
 static void submit_ahead(llmaas_arena * arena) {
-    const uint64_t started = llmaas_now_ns();
+    const uint64_t started = llmaas_now_ns(), n_read = arena->stats.n_read;
     submit(arena);
-    arena->stats.stalled_ns += llmaas_now_ns() - started;
+    if (arena->stats.n_read > n_read) {
+        arena->stats.stalled_ns += llmaas_now_ns() - started;
+    }
 }
 
 /* Wait for a load. False if a read failed. Later loads start only after all its reads have started. */
