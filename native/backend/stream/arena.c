@@ -167,8 +167,7 @@ static use read_for(const use * u) {
     return read;
 }
 
-/* Make a load for the next use that has none: later in this graph, or in the next one. NULL if there is none, no room,
- * or no memory. */
+/* Make a load for the next use that has none, in this graph or in the next one. NULL: there is none, or no room. */
 static load * next_load(llmaas_arena * arena) {
     while (arena->n_loaded == arena->n_plan && arena->n_ahead < arena->n_plan &&
            arena->plan[arena->n_ahead].piece->is_wanted &&
@@ -197,8 +196,9 @@ static load * next_load(llmaas_arena * arena) {
     return l;
 }
 
-/* Start as many reads as there is room for, and none for a graph that failed. */
+/* Start as many reads as there is room for, and none for a graph that failed. That may wait: a device takes only so many. */
 static void submit(llmaas_arena * arena) {
+    const uint64_t started = llmaas_now_ns(), n_read = arena->stats.n_read;
     load * l = arena->n_loads ? load_at(arena, arena->n_loads - 1) : NULL;
     l        = l && l->n_started < l->n_reads ? l : next_load(arena);
     for (; l && !llmaas_graph_failed(arena->graph); l = next_load(arena)) {
@@ -211,15 +211,7 @@ static void submit(llmaas_arena * arena) {
         }
     }
     llmaas_io_poll(arena->io);
-}
-
-/* Start reads between graphs. That may wait, too: a device takes only so many reads at a time. */
-static void submit_ahead(llmaas_arena * arena) {
-    const uint64_t started = llmaas_now_ns(), n_read = arena->stats.n_read;
-    submit(arena);
-    if (arena->stats.n_read > n_read) {
-        arena->stats.stalled_ns += llmaas_now_ns() - started;
-    }
+    arena->stats.stalled_ns += arena->stats.n_read > n_read ? llmaas_now_ns() - started : 0;
 }
 
 /* Wait for a load. False if a read failed. Later loads start only after all its reads have started. */
@@ -300,8 +292,7 @@ void llmaas_arena_begin(llmaas_arena * arena, llmaas_graph * graph) {
     arena->is_begun = true;
 }
 
-/* Let the rest of a failed graph compute with zeros. From other bytes it could write NaN to KV cells, and attention
- * multiplies also the cells that it does not see: by 0, which leaves NaN. */
+/* Let the rest of a failed graph compute with zeros: other bytes could become NaN in cells, which attention multiplies. */
 static void make_blank(llmaas_arena * arena) {
     llmaas_graph_fail(arena->graph);
     if (!arena->is_blank) {
@@ -329,9 +320,9 @@ static void fetch(void * arg, int ith, int nth) {
     while (arena->n_used < f->first && !llmaas_graph_failed(arena->graph)) {
         release(arena);
     }
-    const uint64_t started = llmaas_now_ns();
+    const uint64_t started = llmaas_now_ns(), before = arena->stats.stalled_ns;
     const size_t   i       = f->index - arena->n_used;
-    submit(arena); /* this may wait, too */
+    submit(arena);
     if (!llmaas_graph_failed(arena->graph) && i < arena->n_loads && await(arena, load_at(arena, i))) {
         arena->n_fetched = f->index + 1;
         f->weight->data  = bytes_of(arena, load_at(arena, i));
@@ -339,7 +330,7 @@ static void fetch(void * arg, int ith, int nth) {
         make_blank(arena);
         f->weight->data = arena->memory;
     }
-    arena->stats.stalled_ns += llmaas_now_ns() - started;
+    arena->stats.stalled_ns = before + llmaas_now_ns() - started;
 }
 
 bool llmaas_arena_use(
@@ -380,7 +371,7 @@ static size_t n_foreseen(llmaas_arena * arena) {
 /* A graph that uses nothing leaves time to read ahead for the next one. */
 bool llmaas_arena_start(llmaas_arena * arena) {
     if (arena->is_begun) {
-        submit_ahead(arena);
+        submit(arena);
         return true;
     }
     if (!make_memory(arena)) {
@@ -392,7 +383,7 @@ bool llmaas_arena_start(llmaas_arena * arena) {
     cut_loads(arena, n_foreseen(arena));
     arena->n_used = arena->n_ahead = arena->n_fetched = 0;
     arena->n_loaded = arena->n_loads;
-    submit_ahead(arena);
+    submit(arena);
     return true;
 }
 
@@ -401,7 +392,7 @@ void llmaas_arena_end(llmaas_arena * arena) {
         while (arena->n_used < arena->n_plan) {
             release(arena);
         }
-        submit_ahead(arena);
+        submit(arena);
     } else if (arena->n_plan > 0) { /* the graph was aborted, or a read failed */
         cut_loads(arena, 0);
     }

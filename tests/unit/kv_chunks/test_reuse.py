@@ -115,7 +115,7 @@ def test_chunks_without_room_show_what_room_would_save(still):
 
 
 def test_chunks_that_were_not_needed_yet_are_expected_in_the_time_they_were_left_alone(clock):
-    """Of two contexts of 8 MiB, the one that was left last is worth more, and both lose worth."""
+    """The context that was left last is worth more, and both lose worth."""
     curve, old, new = ReuseCurve(), chunks(1), chunks(2)
     curve.wanted([], 0.0, 0.5)  # a chunk costs this if it is not in RAM
     clock.now += 100 * TIME_S
