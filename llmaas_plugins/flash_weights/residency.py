@@ -72,8 +72,7 @@ class Residency:
         """
         with self.lock:
             self.look()
-            needed = process_memory.SPARE_BYTES + self.needed()
-            require(self._bytes_of(n_bytes), self.others(), needed)
+            self._require(self._bytes_of(n_bytes))
             self._budget = n_bytes
             self.share(waits=True)
 
@@ -278,7 +277,7 @@ class Residency:
             models = list(self._models.values())
             return {
                 "memory_budget": self.budget,
-                "unmet": self._why_unmet(models),
+                "unmet": self._why_unmet() if models else None,
                 "weight_bytes": sum(model.seen["bytes"] for model in models),
                 "held_bytes": sum(model.held for model in models),
                 "read_bytes": sum(model.seen["read_bytes"] for model in models),
@@ -289,13 +288,16 @@ class Residency:
                 ],
             }
 
-    def _why_unmet(self, models: list[StreamedModel]) -> str | None:
+    def _require(self, budget: int) -> None:
+        """Raise ``UnmetBudgetError`` if the current models need more than ``budget``."""
+        require(budget, self.others(), process_memory.SPARE_BYTES + self.needed())
+
+    def _why_unmet(self) -> str | None:
         """Return why the budget cannot be met now, so that every weight is streamed, or None."""
-        if models:
-            try:
-                shares(self.budget, self.others(), self._needs(models))
-            except UnmetBudgetError as error:
-                return str(error)
+        try:
+            self._require(self.budget)
+        except UnmetBudgetError as error:
+            return str(error)
         return None
 
     def _bytes_of(self, budget: int | None) -> int:

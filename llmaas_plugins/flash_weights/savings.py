@@ -31,9 +31,9 @@ class WeightSavings:
     """Estimate of the seconds saved a second by each byte of kept weights.
 
     Nothing is known before the first pass through the weights. A byte that is kept need not be
-    waited for in any pass through the weights. The wait for a byte
-    is the recent time of all waits, divided by the bytes that were not kept in each pass. If
-    computing takes longer than reading, nothing waits, and more memory saves nothing.
+    waited for in any pass. The wait for a byte is the recent time of all waits, divided by the
+    bytes that were not kept in each pass. If computing takes longer than reading, nothing waits,
+    and more memory saves nothing.
     """
 
     def __init__(self) -> None:

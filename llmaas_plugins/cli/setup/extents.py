@@ -43,8 +43,6 @@ _MOST_PROCESSORS = 8
 """Processors by which that time is divided at most: two were measured, and many wait for memory."""
 _TOKENS = 1 << 13, 1 << 18
 """Fewest and most tokens that adapters learn from."""
-
-
 _BYTES = 4
 """Characters of a chat, or bytes of an export, for each token."""
 
@@ -58,7 +56,7 @@ class Extents:
         Raises:
             StoreError: The model cannot be read.
         """
-        self._model, self._n_parameters = model, _n_parameters(model, digest)
+        self._n_parameters, self._n_trained = _read(model, digest)
 
     @property
     def n_requests(self) -> int:
@@ -79,13 +77,13 @@ class Extents:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Lengths of prompts to time, none longer than those with which the model was trained."""
-        most = trained_context(self._model) or _LENGTHS[-1]
-        return _FEW_LENGTHS if self.has_few_lengths else tuple(n for n in _LENGTHS if n <= most)
+        trained = tuple(n for n in _LENGTHS if n <= self._n_trained)
+        return _FEW_LENGTHS if self.has_few_lengths else trained
 
     @property
     def has_few_lengths(self) -> bool:
         """Whether these are fewer than for a small model that was trained with as long prompts."""
-        if (trained_context(self._model) or _LENGTHS[-1]) < _LENGTHS[-1]:
+        if self._n_trained < _LENGTHS[-1]:
             return False
         return self._n_parameters * self._n_profiled(_LENGTHS) > _MOST_WORK
 
@@ -142,7 +140,12 @@ def _power_of_2(most_fitting: float, least: int, most: int) -> int:
 
 
 @functools.cache
-def _n_parameters(model: Path, digest: str) -> int:
-    """Count the parameters of the model with this digest, whose header is read once."""
+def _read(model: Path, digest: str) -> tuple[int, int]:
+    """Return the number of parameters of the model with this digest, and its longest prompt.
+
+    The header is read once: that of a model with a large vocabulary takes a while.
+    """
     del digest
-    return sum(one.n_rows * one.n_columns for one in read_header(model).tensors.values())
+    tensors = read_header(model).tensors.values()
+    n_parameters = sum(one.n_rows * one.n_columns for one in tensors)
+    return n_parameters, trained_context(model) or _LENGTHS[-1]

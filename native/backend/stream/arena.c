@@ -196,7 +196,7 @@ static load * next_load(llmaas_arena * arena) {
     return l;
 }
 
-/* Start as many reads as there is room for, and none for a graph that failed. That may wait: a device takes only so many. */
+/* Start as many reads as there is room for, none for a graph that failed. This may wait for the device. */
 static void submit(llmaas_arena * arena) {
     const uint64_t started = llmaas_now_ns(), n_read = arena->stats.n_read;
     load * l = arena->n_loads ? load_at(arena, arena->n_loads - 1) : NULL;
@@ -292,7 +292,7 @@ void llmaas_arena_begin(llmaas_arena * arena, llmaas_graph * graph) {
     arena->is_begun = true;
 }
 
-/* Let the rest of a failed graph compute with zeros: other bytes could become NaN in cells, which attention multiplies. */
+/* Let a failed graph go on with zeros: other bytes could leave NaN in cells, and 0 times that is NaN. */
 static void make_blank(llmaas_arena * arena) {
     llmaas_graph_fail(arena->graph);
     if (!arena->is_blank) {
