@@ -36,9 +36,14 @@ def one_by_one(server, asks):
     """Return the results of calls, before each of which another one takes their cells."""
     found = []
     for ask in asks:
-        completion_text(server, GREEDY | {"prompt": "Some other text", "max_tokens": 1})
+        take_cells(server)
         found.append(ask())
     return found
+
+
+def take_cells(server):
+    """Make a call that leaves nothing of earlier ones in the engine's cells."""
+    completion_text(server, GREEDY | {"prompt": "Some other text", "max_tokens": 1})
 
 
 def batches(server):
