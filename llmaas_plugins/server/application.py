@@ -59,7 +59,7 @@ def make_application(
     app.include_router(make_router(service, admission, checks["metrics"], checks["gateway"]))
     app.include_router(make_page_router())
     explain_mistakes()
-    confine_grammars(grammars, admission.refuse_running)
+    confine_grammars(grammars, admission.refuse_running, lambda: admission.running)
     explain_refusals(app)
     config = service.config
     middleware = [found for found in app.user_middleware if found.cls is not CORSMiddleware]

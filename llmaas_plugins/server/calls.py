@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from llmaas_hooks import NO_PROMISE, Promise, Seat
 from llmaas_plugins.server.prompt_pieces import PromptTimes
 from llmaas_plugins.server.refusal import Refusal
+
+if TYPE_CHECKING:
+    from llmaas_plugins.server.grammars import Running
 
 __all__ = ["Call", "Stage", "Stream"]
 
@@ -65,6 +68,7 @@ class Call:
         away_since_s: Time from which a piece of text is on its way; None while the call works.
         is_done: Whether only its answer is still to be sent.
         is_judged: Whether a request of it has ended on the engine, where its promise is judged.
+        grammar: Grammar that constrains its answer.
     """
 
     app: str
@@ -91,6 +95,7 @@ class Call:
     away_since_s: float | None = None
     is_done: bool = False
     is_judged: bool = False
+    grammar: Running | None = None
 
     def run(self) -> None:
         """Let the call run, from any thread."""
@@ -108,6 +113,12 @@ class Call:
         if not self.is_over:
             self.is_over, self.refusal = True, refusal
             self.scope.cancel()
+
+    def constrain(self, grammar: Running | None) -> None:
+        """Follow a grammar from now on, or none; the one before ends."""
+        before, self.grammar = self.grammar, grammar
+        if before is not None:
+            before.close()
 
     def used(self, now_s: float) -> float:
         """Return the seconds for which the call has used the engine, of which it has the turn."""

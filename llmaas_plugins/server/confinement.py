@@ -14,18 +14,24 @@ from llmaas_patches.grammars import (
     grammar_text,
     replace_grammars,
 )
+from llmaas_plugins.server.calls import Call
 from llmaas_plugins.server.grammars import Grammars, Running
 from llmaas_plugins.server.refusal import Refusal
 
 __all__ = ["confine_grammars"]
 
 
-def confine_grammars(grammars: Grammars, refuse: Callable[[Refusal], NoReturn]) -> None:
+def confine_grammars(
+    grammars: Grammars,
+    refuse: Callable[[Refusal], NoReturn],
+    running_call: Callable[[], Call | None],
+) -> None:
     """Make llama_cpp convert schemas and run grammars only through ``grammars``.
 
     Args:
         grammars: Converter and runner of grammars in another process.
         refuse: Function that ends the running call.
+        running_call: Function that returns the running call, at whose end its grammar ends.
     """
 
     def convert(schema: str, prop_order: list[str] | None = None) -> str:
@@ -43,6 +49,8 @@ def confine_grammars(grammars: Grammars, refuse: Callable[[Refusal], NoReturn]) 
             running = grammars.run(text)
         except Refusal as refusal:
             refuse(refusal)
+        if (call := running_call()) is not None:  # llama_cpp keeps samplers long
+            call.constrain(running)
         sampler = SamplerLink(running.apply, running.accept)
         llama_cpp.llama_sampler_chain_add(chain.sampler, sampler.get_sampler())
         place = llama_cpp.llama_sampler_chain_n(chain.sampler) - 1

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Grammars:
         self._starting = threading.Lock()
         self._worker: _Worker | None = None
         self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
-        self._running: Running | None = None
+        self._running: weakref.WeakSet[Running] = weakref.WeakSet()
 
     def check(self, wanted: Sequence[Wanted]) -> None:
         """Check that all of these can be built at an acceptable cost.
@@ -114,19 +115,17 @@ class Grammars:
     def run(self, text: str) -> Running:
         """Start to run a grammar; a mistake in it is reported when its first tokens are requested.
 
-        The previous grammar ends, because one call runs at a time and llama_cpp keeps samplers
-        long.
+        Others go on: calls are decoded together, or interrupt each other. Close it when its call
+        ends.
         """
-        connection = self._job({"grammar": text})
-        if self._running is not None:
-            self._running.close()
-        self._running = Running(connection, self._engine().n_vocab())
-        return self._running
+        running = Running(self._job({"grammar": text}), self._engine().n_vocab())
+        self._running.add(running)
+        return running
 
     def close(self) -> None:
         """End the process; the next job starts a new one."""
-        if self._running is not None:
-            self._running.close()
+        for running in list(self._running):
+            running.close()
         with self._starting:
             if self._worker is not None:
                 self._worker.close()
@@ -170,7 +169,7 @@ class Grammars:
 
 
 class Running:
-    """A grammar that constrains the running call, as sets of tokens that may come next."""
+    """A grammar that constrains a call, as sets of tokens that may come next."""
 
     def __init__(self, connection: socket.socket, n_tokens: int) -> None:
         """Talk to the grammar at the other end of ``connection``."""

@@ -29,7 +29,7 @@ from llmaas_hooks.request_scope import (
     serving_context,
 )
 from llmaas_plugins.activation import without
-from llmaas_plugins.server.admission import Admission, check_wanted, stopping
+from llmaas_plugins.server.admission import Admission, check_wanted
 from llmaas_plugins.server.api_keys import ApiKeys
 from llmaas_plugins.server.body_checks import check_body
 from llmaas_plugins.server.calls import Call
@@ -38,7 +38,7 @@ from llmaas_plugins.server.gateway import Gateway
 from llmaas_plugins.server.grammars import Grammars, Wanted
 from llmaas_plugins.server.metrics import Metrics
 from llmaas_plugins.server.origins import OriginCheck
-from llmaas_plugins.server.refusal import Refusal
+from llmaas_plugins.server.refusal import Refusal, stopping
 from llmaas_plugins.server.upstream import is_open, stream_failure
 from llmaas_plugins.service.level_arguments import check_levels, levels_in_header
 from llmaas_plugins.service.promise_arguments import (
@@ -305,6 +305,7 @@ class RequestMiddleware:
                     with anyio.CancelScope(shield=True):
                         await run_in_threadpool(self._admission.close, call)
             finally:
+                call.constrain(None)
                 self._admission.leave(call, answer.notes.get("deadlines"))
         if call.is_over:
             raise call.refusal or ClientDisconnect

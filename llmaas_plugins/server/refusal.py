@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Refusal", "error_body", "mistakes"]
+__all__ = ["Refusal", "error_body", "mistakes", "stopping"]
 
 _MOST_MISTAKES = 3
 _RETRY_AFTER_S = {429: 1, 503: 5}
@@ -46,6 +46,11 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     return {"error": error, "detail": message, "status": status}
+
+
+def stopping() -> Refusal:
+    """Return the refusal for calls that the service will not finish."""
+    return Refusal(503, "The service is stopping. Try again later.", "service_stopping")
 
 
 def mistakes(errors: Iterable[Any]) -> str:

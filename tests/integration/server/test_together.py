@@ -7,6 +7,7 @@ import functools
 import json
 import signal
 import socket
+import string
 import threading
 import urllib.error
 import urllib.request
@@ -110,13 +111,15 @@ def test_streams_of_contexts(tmp_path):
 
 def test_grammars_and_samplers_are_those_of_each_call(tmp_path):
     digits = {"grammar": 'root ::= [0-9 ]+ "."', "max_tokens": 30}
+    capitals = {"grammar": 'root ::= [A-Z ]+ "."', "max_tokens": 30}
     penalized = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
     sampled = {"temperature": 1.2, "seed": 9, "max_tokens": 8}  # long texts hang on the last bits
-    kinds = (digits, penalized, {"stop": ["and"]}, sampled)
+    kinds = (digits, penalized, {"stop": ["and"]}, capitals, sampled)
     bodies = [GREEDY | {"prompt": p} | kind for p, kind in zip(PROMPTS, kinds, strict=False)]
     with together(tmp_path) as server:
         alone = [completion_text(server, body) for body in bodies]
         assert alone[0].strip("0123456789 .") == ""
+        assert alone[3].strip(string.ascii_uppercase + " .") == ""
         for ask in (completion_text, streamed):
             assert at_once(*(lambda b=body, a=ask: a(server, b) for body in bodies)) == alone
         assert batches(server)[0] > 0

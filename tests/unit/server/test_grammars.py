@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import anyio
 import pytest
 from fuzzing import Bodies
 from soak import scale
@@ -21,6 +23,7 @@ from llama_cpp import Llama, _internals, llama_grammar
 
 from llmaas_hooks import serving_context
 from llmaas_plugins.server import grammars as module
+from llmaas_plugins.server.calls import Call
 from llmaas_plugins.server.confinement import confine_grammars
 from llmaas_plugins.server.grammars import Grammars, Wanted
 from llmaas_plugins.server.refusal import Refusal
@@ -42,15 +45,21 @@ def grammars(llama):
 
 
 @pytest.fixture
-def confined(grammars, monkeypatch):
-    """Have llama_cpp run grammars in that process, for one test."""
+def confine(grammars, monkeypatch):
+    """Return a function that has llama_cpp run a call's grammars in that process, for one test."""
 
     def refuse(refusal):
         raise refusal
 
     monkeypatch.setattr(llama_grammar, "json_schema_to_gbnf", llama_grammar.json_schema_to_gbnf)
     monkeypatch.setattr(_internals.LlamaSampler, "add_grammar", None)
-    confine_grammars(grammars, refuse)
+    return functools.partial(confine_grammars, grammars, refuse)
+
+
+@pytest.fixture
+def confined(confine):
+    """Have llama_cpp run grammars in that process, for one test."""
+    confine(lambda: None)
 
 
 def schema(**properties):
@@ -144,7 +153,35 @@ def test_texts_are_those_of_grammars_in_the_process(llama, grammars, request, te
     expected = complete()
     request.getfixturevalue("confined")
     assert complete() == expected
-    assert grammars._running is not None
+    assert grammars._running
+
+
+def test_grammars_run_beside_each_other(grammars):
+    """Calls that are decoded together, or interrupt each other, have a grammar each."""
+    texts = [f'root ::= "{letter}"+' for letter in "ab"]
+    with contextlib.ExitStack() as opened:
+        running = [opened.enter_context(contextlib.closing(grammars.run(text))) for text in texts]
+        for one, other in (running, running[::-1], running):
+            one.prepare()
+            other.prepare()
+            (letter, *_) = (one._allowed & ~other._allowed).nonzero()[0].tolist()
+            one.accept(letter)
+
+
+def test_a_grammar_ends_with_its_call_or_its_next_one(llama, grammars, confine):
+    async def call():
+        return Call("mail")
+
+    caller = anyio.run(call)
+    confine(lambda: caller)
+    for text in ('root ::= "a"', 'root ::= "b"'):
+        before, grammar = caller.grammar, llama_grammar.LlamaGrammar.from_string(text)
+        llama.create_completion("Once", grammar=grammar, **GREEDY)
+        assert caller.grammar._connection.fileno() >= 0
+        assert before is None or before._connection.fileno() < 0
+    last = caller.grammar
+    caller.constrain(None)
+    assert last._connection.fileno() < 0
 
 
 @pytest.mark.usefixtures("confined")
@@ -204,13 +241,13 @@ def test_accepted_ones_cost_little(llama, grammars):
         with contextlib.suppress(Refusal):
             grammars.check([Wanted("", "grammar", text)])
             n_accepted += 1
-            running = grammars.run(text)
-            for _ in range(20):
-                started = time.perf_counter()
-                running.prepare()
-                waited_s += time.perf_counter() - started
-                n_tokens += 1
-                running.accept(int(chance.choice(running._allowed.nonzero()[0])))
+            with contextlib.closing(grammars.run(text)) as running:
+                for _ in range(20):
+                    started = time.perf_counter()
+                    running.prepare()
+                    waited_s += time.perf_counter() - started
+                    n_tokens += 1
+                    running.accept(int(chance.choice(running._allowed.nonzero()[0])))
     assert n_accepted >= 20
     assert waited_s / n_tokens < 0.05
 
