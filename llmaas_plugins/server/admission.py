@@ -30,10 +30,10 @@ from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.calls import Call, Stream
 from llmaas_plugins.server.estimates import Estimates
 from llmaas_plugins.server.prompt_pieces import PromptTimes, piece_of
-from llmaas_plugins.server.refusal import Refusal
+from llmaas_plugins.server.refusal import Refusal, stopping
 from llmaas_plugins.server.schedule import Job, first_due, interrupting, room_s
 
-__all__ = ["Abandoned", "Admission", "check_wanted", "stopping"]
+__all__ = ["Abandoned", "Admission", "check_wanted"]
 
 _MOST_INTERRUPTED = 8
 """Most calls that wait in the middle of their work; each of them occupies a thread."""
@@ -59,6 +59,7 @@ class Admission:
         self.interrupted: list[Call] = []
         self.elsewhere: set[Call] = set()  # those that the cloud answers, without the engine
         self.is_stopping = False
+        self._ctx: int | None = None  # that of the last request
 
     @property
     def pressure(self) -> float:
@@ -194,16 +195,14 @@ class Admission:
         create.takes_turns = self._interrupts
 
     @hookimpl(specname="llmaas_decode")
-    def end_if_unwanted(self) -> None:
-        """Stop the running call after a batch if it is over; runs on the engine's thread.
-
-        Tokens evaluated so far stay usable, as after any other error during evaluation.
+    def end_if_unwanted(self, step: DecodeStep) -> None:
+        """Stop the running call after a batch of it if it is over; evaluated tokens stay usable.
 
         Raises:
             Abandoned: The running call is over.
         """
         running = self.running
-        if running is not None and running.is_over:
+        if running is not None and running.is_over and self._is_ours(step):
             raise Abandoned
 
     @hookimpl
@@ -220,14 +219,16 @@ class Admission:
 
     @hookimpl
     def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
-        """Learn the level of a call's prompt."""
+        """Learn the context of the calls, and the level of a call's prompt."""
+        self._ctx = request.engine.ctx
         if self.running is not None and self._takes_turns:
             self.running.prompt_times = self.running.prompt_times.of(request, levels)
 
     @hookimpl
     def llmaas_prefill(self, step: DecodeStep) -> None:
         """Measure how long a prompt's tokens take."""
-        self._estimates.prefilled(step.n_tokens, step.seconds)
+        if self._is_ours(step):
+            self._estimates.prefilled(step.n_tokens, step.seconds)
 
     @hookimpl
     def llmaas_turn(self, n_left: int) -> int | None:
@@ -274,6 +275,10 @@ class Admission:
             call.n_generated += 1
             if call.first_s is None:
                 call.first_s, call.first_used_s = now_s, call.used(now_s)
+
+    def _is_ours(self, step: DecodeStep) -> bool:
+        """Return whether a batch is of a call, and not in a context where a plugin learns."""
+        return self._ctx in {None, step.ctx}
 
     @property
     def _takes_turns(self) -> bool:
@@ -393,8 +398,3 @@ def check_wanted(call: Call) -> None:
     """
     if call.is_over:
         raise Abandoned
-
-
-def stopping() -> Refusal:
-    """Return the refusal for calls that the service will not finish."""
-    return Refusal(503, "The service is stopping. Try again later.", "service_stopping")

@@ -75,6 +75,12 @@ class Pieces:
         """Start with a small piece."""
         self.n_tokens = 64
         self.most_s = PIECE_S
+        self._most = MOST_PIECE
+
+    def fit(self, n_batch: int) -> None:
+        """Make pieces of one batch of the engine at most: a larger one would not be timed."""
+        self._most = min(max(n_batch, LEAST_PIECE), MOST_PIECE)
+        self.n_tokens = min(self.n_tokens, self._most)
 
     def stepped(self, seconds: float) -> None:
         """Learn how long a batch of the group took."""
@@ -86,7 +92,7 @@ class Pieces:
             is_long = seconds > 1.5 * self.most_s
             size = n_tokens // 2 if is_long else 2 * n_tokens
             if is_long or seconds < 0.6 * self.most_s:
-                self.n_tokens = min(max(size, LEAST_PIECE), MOST_PIECE)
+                self.n_tokens = min(max(size, LEAST_PIECE), self._most)
 
 
 class Rounds:

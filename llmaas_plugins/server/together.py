@@ -18,11 +18,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmaas_hooks import ContextCreate, DecodeStep, Seat, hookimpl
+from llmaas_hooks import ContextCreate, DecodeStep, Levels, Request, Seat, hookimpl
 from llmaas_plugins.config import ServiceConfig
-from llmaas_plugins.server.admission import Abandoned, Admission, stopping
+from llmaas_plugins.server.admission import Abandoned, Admission
 from llmaas_plugins.server.calls import Call, Stage, Stream
 from llmaas_plugins.server.prompt_pieces import MOST_PIECE
+from llmaas_plugins.server.refusal import stopping
 from llmaas_plugins.server.rounds import Member, Pieces, Rounds, may_share, next_member
 from llmaas_plugins.server.schedule import first_due
 
@@ -97,18 +98,24 @@ class Together(Admission):
             create.checks.append(self._tell)
 
     @hookimpl(specname="llmaas_decode")
-    def end_if_unwanted(self, step: DecodeStep) -> None:  # type: ignore[override]
+    def end_if_unwanted(self, step: DecodeStep) -> None:
         """Stop the running call after a batch of its own if it is over.
 
         Raises:
             Abandoned: The running call is over.
         """
-        if self._is_stepping:
+        if self._is_stepping or not self._is_ours(step):
             return
         call = self.running
         if call is not None and call.seat is not None and call.n_generated and step.n_tokens == 1:
             self._rounds.stepped(call.seat.level, 1, step.seconds)
-        super().end_if_unwanted()
+        super().end_if_unwanted(step)
+
+    @hookimpl
+    def llmaas_request_begin(self, request: Request, levels: Levels | None) -> None:
+        """Learn the context and the batches of the calls, and the level of a call's prompt."""
+        super().llmaas_request_begin(request, levels)
+        self._pieces.fit(int(request.engine.llama.n_batch))
 
     @hookimpl
     def llmaas_turn(self, n_left: int, seat: Seat | None) -> int | None:  # type: ignore[override]
@@ -167,7 +174,8 @@ class Together(Admission):
     def llmaas_prefill(self, step: DecodeStep) -> None:
         """Measure how long a prompt's tokens take."""
         super().llmaas_prefill(step)
-        self._pieces.evaluated(step.n_tokens, step.seconds)
+        if self._is_ours(step):
+            self._pieces.evaluated(step.n_tokens, step.seconds)
 
     # -- streams --------------------------------------------------------------------------------
 

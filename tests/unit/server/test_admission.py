@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import anyio
 import pytest
 
 pytest.importorskip("fastapi")
 
-from llmaas_hooks import NO_PROMISE, Limit, Promise
+from llmaas_hooks import NO_PROMISE, DecodeStep, Limit, Promise
 from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.server.admission import Abandoned, Admission
+from llmaas_plugins.server.prompt_pieces import MOST_PIECE
 from llmaas_plugins.server.refusal import Refusal
 from llmaas_plugins.server.together import Together
 
@@ -18,6 +21,9 @@ from llmaas_plugins.server.together import Together
 def in_loop():
     """Run a coroutine function on an event loop."""
     return anyio.run
+
+
+STEP = DecodeStep(1, 1, 0.01)
 
 
 def names(calls):
@@ -163,14 +169,34 @@ def test_stopping_ends_those_that_wait(in_loop):
 def test_a_call_that_is_over_is_evaluated_no_further(in_loop):
     async def story():
         admission = Admission(ServiceConfig(max_queue=1))
-        admission.end_if_unwanted()  # evaluation that belongs to no call
+        admission.end_if_unwanted(STEP)  # evaluation that belongs to no call
         call = admission.enter("mail")
-        admission.end_if_unwanted()
+        admission.end_if_unwanted(STEP)
         call.end()
         with pytest.raises(Abandoned):
-            admission.end_if_unwanted()
+            admission.end_if_unwanted(STEP)
         admission.leave(call)
-        admission.end_if_unwanted()
+        admission.end_if_unwanted(STEP)
+
+    in_loop(story)
+
+
+@pytest.mark.parametrize("kind", [Admission, Together])
+def test_batches_in_other_contexts_go_on(in_loop, kind):
+    """What a plugin learns meanwhile is not stopped in place of a call whose client left."""
+
+    async def story():
+        admission = kind(ServiceConfig(max_queue=1))
+        call = admission.enter("mail")
+        engine = SimpleNamespace(ctx=STEP.ctx, llama=SimpleNamespace(n_batch=512))
+        admission.llmaas_request_begin(SimpleNamespace(engine=engine), None)
+        call.end()
+        other = DecodeStep(STEP.ctx + 1, 32, 0.1)
+        admission.llmaas_prefill(other)
+        admission.end_if_unwanted(other)
+        assert admission._estimates.piece() == MOST_PIECE  # it tells nothing about prompts
+        with pytest.raises(Abandoned):
+            admission.end_if_unwanted(STEP)
 
     in_loop(story)
 

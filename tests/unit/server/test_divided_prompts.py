@@ -91,7 +91,8 @@ def test_a_prompt_is_divided_by_the_times_of_its_level(kind, asked, planned, n_u
         call = admission.enter("mail", LATER)
         params = SimpleNamespace(n_batch=512, n_ubatch=n_ubatch)
         engine = SimpleNamespace(
-            llama=SimpleNamespace(context_params=params),
+            ctx=1,
+            llama=SimpleNamespace(context_params=params, n_batch=512),
             n_explained=0,
             resident_app=None,
             resident_tokens=lambda: np.zeros(0, np.int32),

@@ -66,6 +66,16 @@ def test_pieces_take_as_long_as_a_batch():
     assert pieces.n_tokens == 8
 
 
+def test_pieces_are_no_larger_than_batches():
+    """A piece of several batches would keep its size, as it is timed batch by batch."""
+    pieces = Pieces()
+    pieces.fit(32)
+    pieces.evaluated(32, 0.001)
+    assert pieces.n_tokens == 32
+    pieces.evaluated(32, 3.0)
+    assert pieces.n_tokens == 16
+
+
 def test_times_of_rounds():
     rounds = Rounds()
     assert rounds.seconds({0: 2}) == math.inf
