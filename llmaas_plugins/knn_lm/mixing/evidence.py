@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import struct
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -35,6 +36,9 @@ __all__ = ["ANY_OTHER", "Evidence", "Prefix"]
 
 ANY_OTHER = -1
 """Token number for all next tokens without a gain of their own."""
+_PAUSE = 30
+"""Time without another attempt to read the file, relative to that of one that failed: requests wait
+for it, and another process may hold the file for ever."""
 
 _log = logging.getLogger("llmaas.knn_lm")
 
@@ -72,6 +76,7 @@ class Evidence:
         self._file_lock = forks.lock()  # taken first, and held while the file is in use
         self._lock = forks.lock()  # held for microseconds
         self._pid = os.getpid()
+        self._reads_from = 0.0  # after a failure
         self._reading = FailureLog(_log, logging.WARNING)
         self._datastore = b""
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -89,7 +94,7 @@ class Evidence:
             datastore: Digest of the datastore.
 
         Returns:
-            False if the file cannot be read now. Nothing is kept then, and the next call tries
+            False if the file cannot be read now. Nothing is kept then, and a later call tries
             again: the file's gains have names that depend on a secret in it.
         """
         if datastore == self._datastore:
@@ -97,6 +102,8 @@ class Evidence:
         with self._file_lock:
             if datastore == self._datastore:
                 return True
+            if (began := time.monotonic()) < self._reads_from:
+                return False
             with self._lock:
                 self._datastore, self._gains, self._new = b"", {}, {}
             try:
@@ -104,6 +111,8 @@ class Evidence:
                     found = None if file is None else file.stored()
             except StoreError as error:
                 self._reading.failed("past judgments of the datastore are not read: %s", error)
+                now = time.monotonic()
+                self._reads_from = now + _PAUSE * (now - began)
                 return False
             self._reading.worked()
             with self._lock:

@@ -27,7 +27,7 @@ class Saving:
         """Wait for the first change.
 
         Args:
-            save: Function that saves, or raises ``StoreError``.
+            save: Function that saves, or raises an error such as ``StoreError``.
         """
         self._save = save
         self._lock = forks.lock()
@@ -57,8 +57,11 @@ class Saving:
                 self._is_due = False
             try:
                 self._save()
-            except StoreError as error:
-                self._failures.failed("judgments of the datastore are not saved: %s", error)
+            except Exception as error:  # this thread must go on, or nothing is saved any more
+                unknown = None if isinstance(error, StoreError) else error
+                self._failures.failed(
+                    "judgments of the datastore are not saved: %s", error, error=unknown
+                )
                 continue
             self._failures.worked()
             with self._lock:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.files.file_bytes import write
 from llmaas_plugins.files.store_lock import try_lock
+from llmaas_plugins.knn_lm.mixing import evidence as module
 from llmaas_plugins.knn_lm.mixing import evidence_file
 from llmaas_plugins.knn_lm.mixing.evidence import Evidence
 from llmaas_plugins.knn_lm.mixing.evidence_file import EvidenceFile, Kept, Stored
@@ -119,7 +121,8 @@ def test_answers_do_not_wait_for_the_file(opened, path, monkeypatch, work):
 
 
 @pytest.mark.usefixtures("short_wait")
-def test_a_file_that_cannot_be_read_now_is_not_replaced(opened, path, caplog):
+def test_a_file_that_cannot_be_read_now_is_not_replaced(opened, path, caplog, monkeypatch):
+    monkeypatch.setattr(module, "_PAUSE", 0)
     saved(opened, None)
     evidence, fd = Evidence(path), held(path)
     for _ in range(3):
@@ -130,6 +133,20 @@ def test_a_file_that_cannot_be_read_now_is_not_replaced(opened, path, caplog):
     evidence.save(is_there)
     assert opened().gain(ONE, 0) == 0.5
     assert evidence.bind(DATASTORE)
+    assert evidence.gain(ONE, 0) == 0.5
+
+
+@pytest.mark.usefixtures("short_wait")
+def test_requests_do_not_all_wait_for_a_file_that_another_process_holds(opened, path):
+    saved(opened, None)
+    evidence, fd, began = Evidence(path), held(path), time.monotonic()
+    for _ in range(100):
+        assert not evidence.bind(DATASTORE)
+    assert time.monotonic() - began < 2.5  # 100 waits take 5 s
+    os.close(fd)
+    while not evidence.bind(DATASTORE):
+        assert time.monotonic() - began < 20
+        time.sleep(0.05)
     assert evidence.gain(ONE, 0) == 0.5
 
 
