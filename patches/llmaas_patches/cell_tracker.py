@@ -156,6 +156,11 @@ class CellTracker:
         self.aside.remove(end)
         self.due.append(end)
 
+    def make_way(self) -> None:
+        """Let the app itself use sequence 0: a request aside whose cells are there leaves it."""
+        if self.seats is not None and self.seats.seated is None and not self.is_lent:
+            self.seats.vacate()
+
     def forget_aside(self, end: Aside) -> None:
         """Forget a request that is over, if it still lies aside."""
         if end in self.aside:

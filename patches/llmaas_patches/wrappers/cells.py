@@ -93,6 +93,8 @@ def _noted(
         try:
             if pending:
                 settle(address(handle))
+            if tracker.seats is not None:
+                tracker.make_way()
             note(tracker, args)
             if tracker.hides and not tracker.is_lent:
                 return around(tracker, original, (handle, *args))
@@ -120,6 +122,7 @@ def wrap_eval(host: Host, original: Function) -> Function:
             return
         if tracker.due:
             tracker.end_paused()
+        tracker.make_way()
         start, ctx, n_tokens = self.n_tokens, address(self.ctx), len(tokens)
         drafting = self.draft_model if isinstance(self.draft_model, Drafting) else None
         began = 0.0 if drafting is None else time.perf_counter()
@@ -151,6 +154,7 @@ def wrap_reset(host: Host, original: Function) -> Function:
         tracker = host.trackers.get(address(self.ctx))
         if tracker is not None:
             tracker.end_paused()
+            tracker.make_way()
         original(self)
         if tracker is not None:
             tracker.app = request_scope.current().app

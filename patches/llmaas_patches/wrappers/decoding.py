@@ -50,6 +50,8 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
                     if tracker.is_evaluating and seats.seated.evaluates(batch):
                         return 0
                     seats.give_up()
+                elif seats.base is not None:
+                    tracker.make_way()
                 seats.n_batches += 1
             prepare(ctx, tracker)
             n_tokens = batch.n_tokens
@@ -117,6 +119,7 @@ def wrap_process(host: Host, original: Function) -> Function:
         exact = nullcontext() if native is None else native.batch_of(address(ctx), _SEVERAL)
         with host.call(tracker), exact:
             prepare(ctx, tracker)
+            tracker.make_way()
             tracker.changed(0)
             if tracker.hides and not tracker.is_lent:
                 tracker.claimed(original.__name__)
