@@ -147,5 +147,5 @@ def _read(model: Path, digest: str) -> tuple[int, int]:
     """
     del digest
     tensors = read_header(model).tensors.values()
-    n_parameters = sum(one.n_rows * one.n_columns for one in tensors)
+    n_parameters = max(1, sum(one.n_rows * one.n_columns for one in tensors))  # 0 in a vocabulary
     return n_parameters, trained_context(model) or _LENGTHS[-1]

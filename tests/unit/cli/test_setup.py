@@ -12,6 +12,7 @@ import pytest
 from gguf import GGUFWriter
 
 from llmaas_eval.families import write_family
+from llmaas_eval.models import finish, open_writer
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.setup.config_text import Settings, check_ours, config_text, write_config
@@ -133,6 +134,14 @@ def test_steps_do_less_for_a_large_model_and_say_so(tmp_path):
     assert large.extents.profiling_s(read_s) < small.extents.profiling_s(read_s) / 2
     assert large.extents.learning_more_s(read_s) < 3 * 3600
     assert large.extents.reading_s(read_s, chats.stat().st_size) < 3600
+
+
+def test_a_file_without_weights_has_steps(tmp_path):
+    """They say what is wrong with it."""
+    path = tmp_path / "vocabulary.gguf"
+    finish(open_writer(path, "llama"), path)
+    chats = chats_of(tmp_path, 1000)
+    assert [step.name for step in steps_of(Job(path, "vocabulary", (chats,)))][-1] == "datastore"
 
 
 def test_a_model_of_short_prompts_is_timed_with_these(tmp_path):
