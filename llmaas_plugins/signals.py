@@ -28,7 +28,7 @@ __all__ = ["is_uninterrupted", "signals_wait", "wait_at_forks"]
 
 _NUMBERS: tuple[int, ...] = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 _SOON_S = 0.01
-"""Time after a fork until Ctrl-C that came meanwhile has its effect, outside of ``os.fork``."""
+"""Time after a fork until what a handler raised meanwhile is raised, outside of ``os.fork``."""
 
 
 class _Delay(forks.Forked):
@@ -64,18 +64,19 @@ class _Delay(forks.Forked):
     def after_all(self) -> None:
         """End when all objects were told that the fork is over; deliver what came, in the parent.
 
-        ``os.fork`` only reports what a handler raises here. Ctrl-C comes again after it.
+        ``os.fork`` would only report what a handler raises here, so that is raised after it.
         """
         if not self._is_for_fork:
             return
         self._is_for_fork = False
         self.restore()
-        if _signal.getsignal(signal.SIGINT) is signal.default_int_handler and (
-            signal.SIGINT in self.came
-        ):
-            del self.came[signal.SIGINT]
-            threading.Thread(target=_interrupt_soon, daemon=True).start()
-        self.deliver(None)
+        while self.came:
+            number = next(iter(self.came))
+            del self.came[number]
+            try:
+                _handle(number)
+            except BaseException as error:
+                _raise_soon(number, error)
 
     def begin(self) -> None:
         """Replace all handlers in Python.
@@ -140,10 +141,31 @@ def _handle(number: int) -> None:
         signal.raise_signal(number)
 
 
-def _interrupt_soon() -> None:
-    """Let Ctrl-C come to the main thread, once it has left ``os.fork``."""
-    time.sleep(_SOON_S)
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+def _raise_soon(number: int, error: BaseException) -> None:
+    """Let the main thread raise what a signal's handler raised, once it has left ``os.fork``.
+
+    The signal comes again for that. It has another handler then: its own one has run.
+    """
+    handler, owed = _signal.getsignal(number), [error]
+
+    def raise_it(*_: object) -> None:
+        _set_handler(number, handler)
+        raise owed.pop()  # its traceback has this frame, which must not keep it
+
+    def send() -> None:
+        time.sleep(_SOON_S)
+        if owed:  # else the same signal came from somewhere else
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    _set_handler(number, raise_it)
+    threading.Thread(target=send, daemon=True).start()
+
+
+def _set_handler(number: int, handler: Any) -> None:
+    """Set the handler of a signal whose action stays as it is otherwise."""
+    keep_action(number)
+    _signal.signal(number, handler)
+    put_action_back(number)
 
 
 @functools.cache

@@ -325,3 +325,14 @@ def test_ctrl_c_during_a_fork_comes_after_it():
         threading.Event().wait(10)
     assert told.steps == ["before", "after"]
     assert [exit_code(pid) for pid in pids] == [0]
+
+
+def test_what_a_handler_raises_during_a_fork_is_raised_after_it(usr1):
+    wait_at_forks()
+    told, pids = Told(usr1), []
+    for _ in range(2):
+        with pytest.raises(InterruptedError):  # noqa: PT012  it comes after the fork
+            pids.append(begin(lambda: None))
+            threading.Event().wait(10)
+    assert told.steps == 2 * ["before", "after"]
+    assert [exit_code(pid) for pid in pids] == [0, 0]
