@@ -183,7 +183,7 @@ def test_a_call_that_is_over_is_evaluated_no_further(in_loop):
 
 @pytest.mark.parametrize("kind", [Admission, Together])
 def test_batches_in_other_contexts_go_on(in_loop, kind):
-    """What a plugin learns meanwhile is not stopped in place of a call whose client left."""
+    """A plugin that learns meanwhile is not stopped in place of a call whose client left."""
 
     async def story():
         admission = kind(ServiceConfig(max_queue=1))
