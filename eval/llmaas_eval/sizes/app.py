@@ -1,7 +1,8 @@
 """Small apps, each of which uses one feature: ``python -m llmaas_eval.sizes.app NAME``.
 
 An app runs in a folder with the model. Its last line says what it found, or why it was refused.
-Exit status 2 means that the feature was refused, as in the command ``llmaas``.
+Exit status 2 means that the feature was refused, as in the command ``llmaas``, and 1 that an answer
+is another one than stock llama.cpp's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmaas_eval.sizes.features import ELASTIC, MODEL
-from llmaas_hooks import LlmaasError
+from llmaas_hooks import LlmaasError, common_prefix
 from llmaas_plugins import activate, deadlines, elastic, short_prompts
 from llmaas_plugins.machine import resident_bytes
 
@@ -35,14 +38,21 @@ class _RefusedError(LlmaasError):
     """A feature that the suite did not use, with its reason."""
 
 
+class _OtherAnswerError(Exception):
+    """An answer that is not stock llama.cpp's."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an app; return 0, or 2 if its feature was refused."""
+    """Run an app; return 0, 1 if its answer is wrong, or 2 if its feature was refused."""
     (name,) = sys.argv[1:] if argv is None else argv
     try:
         sys.stdout.write(f"{_APPS[name]()}\n")
     except LlmaasError as error:
         sys.stdout.write(f"{error}\n")
         return 2
+    except _OtherAnswerError as error:
+        sys.stdout.write(f"{error}\n")
+        return 1
     return 0
 
 
@@ -194,14 +204,30 @@ def _check(status: Callable[[], dict[str, Any]], plugin: str, figure: str) -> di
 
 
 def _same(answer: list[int], number: int) -> str:
+    """Say that an answer is stock llama.cpp's.
+
+    Raises:
+        _OtherAnswerError: It is not.
+    """
     expected = json.loads(_VANILLA.read_text())[number]
-    return "the same answer" if answer == expected else "another answer than stock llama.cpp"
+    if answer != expected:
+        n_equal = common_prefix(np.array(answer), np.array(expected))
+        message = f"another answer than stock llama.cpp from token {n_equal + 1} of {len(expected)}"
+        raise _OtherAnswerError(message)
+    return "the same answer"
 
 
 def _levels(report: Mapping[str, Any]) -> str:
+    """Return the levels of the last request's phases.
+
+    Raises:
+        _RefusedError: A phase was not planned.
+    """
     (last,) = report["last"].values()
     phases = {phase: last.get(phase) for phase in ("ttft", "tpot")}
-    return ", ".join(f"{phase} {found['level']}" for phase, found in phases.items() if found)
+    if unplanned := [phase for phase, found in phases.items() if not found]:
+        raise _RefusedError(f"deadlines has not planned {' and '.join(unplanned)}: {last}")
+    return ", ".join(f"{phase} {found['level']}" for phase, found in phases.items())
 
 
 def _timed(do: Callable[[], Any]) -> tuple[Any, float]:

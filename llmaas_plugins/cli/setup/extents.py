@@ -16,7 +16,7 @@ from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = ["Extents"]
 
-_REQUESTS = 32, 128
+_REQUESTS = 32, 96
 """Fewest and most prompts of the first outcome table."""
 _MORE_REQUESTS = 4
 """Prompts of the table that follows, relative to the first one's, if the first has fewer."""

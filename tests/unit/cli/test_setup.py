@@ -118,7 +118,7 @@ def test_steps_do_less_for_a_large_model_and_say_so(tmp_path):
         Job(file_of(tmp_path / f"{n_rows}.gguf", n_rows), str(n_rows), (chats,))
         for n_rows in (1 << 20, 1 << 27)  # 67 million and 8.6 billion parameters
     )
-    for job, n_requests, lengths in ((small, "128", None), (large, "32", "32,512")):
+    for job, n_requests, lengths in ((small, "96", None), (large, "32", "32,512")):
         steps = {step.name: step for step in (*steps_of(job), *improving_steps(job))}
         for name in ("profile", "profile searched"):
             options = dict(pairwise(steps[name].arguments))
