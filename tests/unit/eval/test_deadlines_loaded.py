@@ -174,7 +174,7 @@ def test_shorter_prompts_have_the_encoders_words(tmp_path):
 
 def test_shorter_prompts_need_a_trained_encoder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    plan = study.Plan((), ("ours-shorter",), (), (), (), 12, 0, 1, "tiny", 0, None, None)
+    plan = study.Plan((), ("ours-shorter",), (), (), (), 12, 0, 1, "tiny", (), 0, None, None)
     with pytest.raises(ValueError, match="`llmaas prompts learn` trains one"):
         study.run(plan, {}, tmp_path)
 
@@ -245,7 +245,7 @@ def test_probes_are_kept_and_one_that_ended_early_is_repeated_only_for_a_lower_b
 
 
 def test_a_folder_of_other_traces_is_refused(tmp_path):
-    plan = study.Plan((), (), (), (), (), 12, 0, 1, "tiny", 0, None, None)
+    plan = study.Plan((), (), (), (), (), 12, 0, 1, "tiny", (), 0, None, None)
     study.check_folder(tmp_path, plan, "packaged text")
     study.check_folder(tmp_path, plan, "packaged text")
     with pytest.raises(ValueError, match="give another --out"):

@@ -21,7 +21,7 @@ from llmaas_eval.deadlines.loaded.quality import (
 from llmaas_eval.deadlines.loaded.questions import TASK_OF, AppQuestions
 from llmaas_eval.deadlines.loaded.scoring import Item, Pair, Scores, Wanted, scores
 from llmaas_eval.deadlines.loaded.shorter import Shorter, trained_encoder
-from llmaas_eval.deadlines.loaded.study import Plan, Row
+from llmaas_eval.deadlines.loaded.study import PACKAGED, TUNED, Plan, Row
 from llmaas_eval.deadlines.loaded.systems import COMPRESSED, KINDS
 from llmaas_eval.deadlines.loaded.traces import ALPHAS, APP_NAMES, SHARES
 from llmaas_eval.elastic.engine import Variant
@@ -35,7 +35,6 @@ __all__ = ["answered"]
 
 _ONE_LEVEL = "fifo-one-level"
 """System that serves the narrowed models of other papers."""
-_TUNED = "tuned"
 _ONLY = (0, 0)
 """Pair of levels of a model that has one."""
 _N_HELD_OUT, _N_GENERATED = 512, 42
@@ -92,7 +91,7 @@ class _Answering:
 
     def set_of(self, app: str) -> str:
         """Return the name of the questions that stand for an app's."""
-        return f"{self.model.stem}-{TASK_OF[app] if self.name == _TUNED else app}"
+        return f"{self.model.stem}-{TASK_OF[app] if self.name == TUNED else app}"
 
     def rows_of(self, app: str) -> dict[int, int]:
         """Return the place among the questions that stand for an app's, by question."""
@@ -132,14 +131,11 @@ def _models(
     """Yield each model's name, file, questions by app, and models trained from scratch."""
     packaged = reference_model_path()
     scratch = {} if plan.scratch is None else trained(plan.scratch)
-    with tokenizer(packaged) as llama:
-        yield (
-            "packaged",
-            packaged,
-            {app: app_items(apps[app], asked[app], llama) for app in APP_NAMES},
-            scratch,
-        )
-    if plan.n_tuned:
+    if PACKAGED in plan.models:
+        with tokenizer(packaged) as llama:
+            items = {app: app_items(apps[app], asked[app], llama) for app in APP_NAMES}
+        yield PACKAGED, packaged, items, scratch
+    if TUNED in plan.models:
         from llmaas_eval.tasks.tuning import tune
 
         tasks, models = _tasks(plan), folder / "models"
@@ -150,7 +146,7 @@ def _models(
         }
         with tokenizer(tuned) as llama:
             by_task = {name: task_items(task, llama) for name, task in tasks.items()}
-        yield _TUNED, tuned, {app: by_task[TASK_OF[app]] for app in APP_NAMES}, scratch
+        yield TUNED, tuned, {app: by_task[TASK_OF[app]] for app in APP_NAMES}, scratch
 
 
 def _tasks(plan: Plan) -> Mapping[str, Task]:

@@ -32,7 +32,7 @@ from llmaas_eval.deadlines.loaded.questions import (
     read_questions,
 )
 from llmaas_eval.deadlines.loaded.report import report
-from llmaas_eval.deadlines.loaded.study import PARTS, Plan, check_folder, run
+from llmaas_eval.deadlines.loaded.study import MODELS, PARTS, Plan, check_folder, run
 from llmaas_eval.deadlines.loaded.systems import KINDS, SYSTEMS
 from llmaas_eval.deadlines.loaded.traces import ALPHAS
 from llmaas_eval.learning import study_parser
@@ -85,8 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the traces; default %(default)s")
     add("--idle", type=int, default=5, help="requests of each app that give the promises in ms, on "
         "an idle service; default %(default)s")  # fmt: skip
-    add("--tune-tokens", type=int, default=786_432, help="tokens to tune the copy of the packaged "
-        "model on, for part `answers`; 0 leaves it out; default %(default)s")  # fmt: skip
+    add("--models", nargs="+", choices=MODELS, default=[*MODELS], help="models for part `answers`: "
+        "the packaged one, and its copy that is tuned to tasks; default both")  # fmt: skip
+    add("--tune-tokens", type=int, default=786_432, help="tokens to tune the copy on; default "
+        "%(default)s")  # fmt: skip
     add("--scratch", type=Path, metavar="FOLDER", help="models of `python -m llmaas_eval.scratch`, "
         "for part `answers`; default: without them")  # fmt: skip
     add("--shape", choices=("200m", "1b"), default="200m", help="random model; default %(default)s")
@@ -106,6 +108,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         seed=args.seed,
         n_idle=1 if args.quick else args.idle,
         shape="tiny" if args.quick else args.shape,
+        models=tuple(args.models),
         n_tuned=args.tune_tokens,
         data=args.tasks.absolute().parent if args.tasks and not args.quick else None,
         scratch=args.scratch,

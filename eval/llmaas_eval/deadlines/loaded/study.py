@@ -17,9 +17,22 @@ from llmaas_eval.deadlines.loaded.shorter import UNTRAINED, trained_encoder
 from llmaas_eval.deadlines.loaded.systems import HALF_OF, SYSTEMS, Kind
 from llmaas_eval.deadlines.loaded.traces import APP_NAMES
 
-__all__ = ["ENOUGH", "PARTS", "Plan", "Row", "check_folder", "run", "summary"]
+__all__ = [
+    "ENOUGH",
+    "MODELS",
+    "PACKAGED",
+    "PARTS",
+    "TUNED",
+    "Plan",
+    "Row",
+    "check_folder",
+    "run",
+    "summary",
+]
 
 PARTS = ("goodput", "half", "rates", "answers")
+MODELS = PACKAGED, TUNED = "packaged", "tuned"
+"""Models that answer: the packaged one, and a copy of it that is tuned to tasks."""
 ENOUGH, _HALF = 0.9, 0.5
 """Shares of requests that keep both limits: for goodput, and for the rate of part ``half``."""
 _BELOW, _ABOVE = 24, 12
@@ -45,7 +58,8 @@ class Plan:
         seed: Seed of the traces.
         n_idle: Requests of each app and kind that are measured on an idle service.
         shape: Shape of the random model.
-        n_tuned: Tokens to tune a copy of the packaged model on; 0 for no copy.
+        models: Models that answer.
+        n_tuned: Tokens to tune a copy of the packaged model on.
         data: Folder of the data sets that the copy is tuned to; None for generated requests.
         scratch: Folder of models that were trained from scratch; None for none.
     """
@@ -59,6 +73,7 @@ class Plan:
     seed: int
     n_idle: int
     shape: str
+    models: Sequence[str]
     n_tuned: int
     data: Path | None
     scratch: Path | None
