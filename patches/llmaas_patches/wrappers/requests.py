@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import FunctionType
@@ -36,6 +37,8 @@ from llmaas_patches.wrappers.turns import Turns
 __all__ = ["wrap_create_completion", "wrap_generate"]
 
 _Tokens = Generator[int, Sequence[int] | None, None]
+_Reading = Callable[..., _Tokens]
+"""Function from a prompt, and from options that change, to ``Llama``'s own generator."""
 
 
 def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,12 +55,14 @@ def wrap_generate(host: Host, original: Callable[..., Any]) -> Callable[..., Any
     ) -> Generator[int, Sequence[int] | None, None]:
         tokens = _readable_twice(tokens)
 
-        def reading(prompt: Sequence[int]) -> _Tokens:
-            found: _Tokens = original(self, prompt, *args, **kwargs)
+        original(self, tokens, *args, **kwargs).close()  # checks the arguments now
+        given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
+        options = {name: given[name] for name in given.keys() - {"self", "tokens"}}
+
+        def reading(prompt: Sequence[int], **changed: Any) -> _Tokens:
+            found: _Tokens = original(self, prompt, **(options | changed))
             return found
 
-        reading(tokens).close()  # checks the arguments now
-        given = bind(self, tokens, *args).arguments | kwargs if args else kwargs
         run = Run(given, request_scope.current())
         found = _steps(host, self, tokens, reading, run)
         run.generator = weakref.ref(found)
@@ -70,7 +75,7 @@ def _steps(
     host: Host,
     llama: Llama,
     tokens: Sequence[int],
-    reading: Callable[[Sequence[int]], _Tokens],
+    reading: _Reading,
     run: Run,
 ) -> _Tokens:
     """Yield the tokens of a request.
@@ -89,7 +94,11 @@ def _steps(
         first_output, turns = _begin(host, end)
         if end.request.whole is not None:
             inner = reading(end.request.tokens.tolist())
-        token = _first_token(end, inner, first_output, turns)
+        if turns is not None:
+            turns.evaluate_prompt(end.levels, end.n_reused, first_output)
+        if _goes_on(end):
+            inner = reading(end.request.tokens[llama.n_tokens :].tolist(), reset=False)
+        token = _first_token(end, inner, first_output)
         engine.n_said = int(llama.n_tokens)  # a draft model proposes nothing in a prompt
         while token is not None:
             clock.token(turns)
@@ -229,13 +238,28 @@ def _turns(host: Host, end: End) -> Turns | None:
     return Turns(host, end, end.run.scope, _restore)
 
 
-def _first_token(
-    end: End, inner: _Tokens, first_output: int | None, turns: Turns | None
-) -> int | None:
+def _goes_on(end: End) -> bool:
+    """Return whether the cells are a beginning of the prompt, so that the rest can be evaluated.
+
+    ``Llama`` would find and say the same, but it compares token by token, which takes longer than a
+    switch.
+    """
+    engine, llama, tokens = end.engine, end.engine.llama, end.request.tokens
+    n = int(llama.n_tokens)
+    if not (end.is_sound and engine.can_drop_tokens and 0 < n < len(tokens)):
+        return False
+    if not np.array_equal(llama._input_ids, tokens[:n]):
+        return False
+    if llama.verbose:
+        found = f"{n} prefix-match hit, remaining {len(tokens) - n} prompt tokens to eval"
+        sys.stderr.write(f"Llama.generate: {found}\n")
+    engine.require_evaluation()
+    return True
+
+
+def _first_token(end: End, inner: _Tokens, first_output: int | None) -> int | None:
     """Evaluate the prompt; return the first token, or None if the generator gives none."""
     engine, run = end.engine, end.run
-    if turns is not None:
-        turns.evaluate_prompt(end.levels, end.n_reused, first_output)
     outputs, drops = engine.giving_outputs(first_output), engine.recording_drops()
     # `Llama.reset`, which comes first, gives the records to the scope's app
     with outputs, drops, request_scope.entered(run.scope):
