@@ -15,6 +15,7 @@ TABLES: Mapping[str, Maker] = {
 } | {
     "deadlines-loaded-1b": report.TABLES["deadlines-loaded"],
     "deadlines-loaded-cold": report.TABLES["deadlines-loaded"],
+    "deadlines-quality-tuned": report.TABLES["deadlines-quality"],
     "deadlines-quality-cold": report.TABLES["deadlines-quality"],
     "deadlines-shortened": report.TABLES["deadlines-shortened"],
 }
