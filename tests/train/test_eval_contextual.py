@@ -76,7 +76,7 @@ def test_answers_are_those_after_the_words_that_were_read(reference_model, tmp_p
         return Probe(Case(system, "cold", 0.0), 1.0, served, None)
 
     done = [probe("ours", 1.0), probe("ours-shorter", 0.5), probe("fifo-one-level", 1.0)]
-    plan = Plan(("answers",), (), (), (), (), 12, 0, 1, "tiny", 0, None, None)
+    plan = Plan(("answers",), (), (), (), (), 12, 0, 1, "tiny", ("packaged",), 0, None, None)
     rows = {row["by"]: row for row in answered.answered(plan, apps, probes, done, tmp_path)}
     assert [*rows] == ["ours", "ours-shorter", "fifo-one-level", "LG2+CS"]
     assert rows["ours"]["nats"] == rows["fifo-one-level"]["nats"] == [0.0] * 12
