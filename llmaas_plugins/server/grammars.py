@@ -75,7 +75,7 @@ class Grammars:
     def __init__(self, engine: Callable[[], Any]) -> None:
         """Use the ``Llama`` that ``engine()`` returns."""
         self._engine = engine
-        self._lock = threading.Lock()  # guards `_known`; never held for long
+        self._lock = threading.Lock()  # guards `_known` and `_running`; never held for long
         self._starting = threading.Lock()
         self._worker: _Worker | None = None
         self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
@@ -119,12 +119,15 @@ class Grammars:
         ends.
         """
         running = Running(self._job({"grammar": text}), self._engine().n_vocab())
-        self._running.add(running)
+        with self._lock:
+            self._running.add(running)
         return running
 
     def close(self) -> None:
         """End the process; the next job starts a new one."""
-        for running in list(self._running):
+        with self._lock:
+            open_ = list(self._running)
+        for running in open_:
             running.close()
         with self._starting:
             if self._worker is not None:

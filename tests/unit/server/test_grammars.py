@@ -10,8 +10,10 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -166,6 +168,28 @@ def test_grammars_run_beside_each_other(grammars):
             other.prepare()
             (letter, *_) = (one._allowed & ~other._allowed).nonzero()[0].tolist()
             one.accept(letter)
+
+
+def test_grammars_begin_while_others_are_closed(monkeypatch):
+    """Calls begin on the engine's thread while the event loop's thread stops the service."""
+    grammars, ended, held = Grammars(lambda: SimpleNamespace(n_vocab=lambda: 8)), [], []
+    monkeypatch.setattr(grammars, "_job", lambda _: SimpleNamespace(close=lambda: None))
+
+    def begin():
+        try:
+            while not ended:
+                held.append(grammars.run(""))
+        finally:
+            held.clear()
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    try:
+        for _ in range(200):
+            grammars.close()
+    finally:
+        ended.append(True)
+        thread.join(60)
 
 
 def test_a_grammar_ends_with_its_call_or_its_next_one(llama, grammars, confine):
