@@ -93,8 +93,7 @@ def _noted(
         try:
             if pending:
                 settle(address(handle))
-            if tracker.seats is not None:
-                tracker.make_way()
+            tracker.make_way()
             note(tracker, args)
             if tracker.hides and not tracker.is_lent:
                 return around(tracker, original, (handle, *args))

@@ -46,12 +46,11 @@ def _wrap_decode_for_plugins(host: Host, original: Function) -> Function:
         try:
             seats = tracker.seats
             if seats is not None:
-                if seats.seated is not None and not tracker.is_lent:
-                    if tracker.is_evaluating and seats.seated.evaluates(batch):
+                if not tracker.is_lent:
+                    seated = seats.seated
+                    if seated and tracker.is_evaluating and seated.evaluates(batch):
                         return 0
                     seats.give_up()
-                elif seats.base is not None:
-                    tracker.make_way()
                 seats.n_batches += 1
             prepare(ctx, tracker)
             n_tokens = batch.n_tokens

@@ -244,14 +244,14 @@ def _goes_on(end: End) -> bool:
     ``Llama`` would find and say the same, but it compares token by token, which takes longer than a
     switch.
     """
-    engine, llama, tokens = end.engine, end.engine.llama, end.request.tokens
+    engine, llama, n_prompt = end.engine, end.engine.llama, len(end.request.tokens)
     n = int(llama.n_tokens)
-    if not (end.is_sound and engine.can_drop_tokens and 0 < n < len(tokens)):
+    if not (end.is_sound and engine.can_drop_tokens and 0 < n < n_prompt):
         return False
-    if not np.array_equal(llama._input_ids, tokens[:n]):
+    if _common(engine, end.request) < n:
         return False
     if llama.verbose:
-        found = f"{n} prefix-match hit, remaining {len(tokens) - n} prompt tokens to eval"
+        found = f"{n} prefix-match hit, remaining {n_prompt - n} prompt tokens to eval"
         sys.stderr.write(f"Llama.generate: {found}\n")
     engine.require_evaluation()
     return True
