@@ -50,14 +50,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SoakLog(path, writes=not is_worker), "soak-log")
 
 
-def pytest_collection_finish() -> None:
-    """Exempt what the collection made from garbage collections.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile, and exempt what the collection made from garbage collections.
 
     Thousands of tests and the clients' modules are 400 000 objects. flash_weights and many tests
     collect garbage themselves, and each time Python would visit all these objects.
     """
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
