@@ -6,4 +6,4 @@ build=${1:-$root/build/sanitize}
 cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=Debug -DLLMAAS_TESTS=ON -DLLMAAS_SANITIZE=ON >/dev/null
 cmake --build "$build" -j2
 # Waiting threads sleep: spinning ones take the processors from those that they wait for.
-OMP_WAIT_POLICY=passive exec ctest --test-dir "$build" --output-on-failure
+OMP_WAIT_POLICY=passive exec ctest -j2 --test-dir "$build" --output-on-failure
