@@ -37,7 +37,7 @@ def snapshot(model):
         found[f"{name} state"] = states(llama)
         found[f"{name} state size"] = old_state_size(llama)
     saved = llama.save_state()
-    found["saved"] = (saved.llama_state, saved.llama_state_size, saved.n_tokens)
+    found["saved"] = (digest(saved.llama_state), saved.llama_state_size, saved.n_tokens)
     found["saved tokens"] = saved.input_ids[: saved.n_tokens].tobytes()
     found["after saving"] = take(llama.generate([*tokens, 400], temp=0.0), 8)
     llama.load_state(saved)
@@ -52,12 +52,16 @@ def snapshot(model):
     llama.close()
     llama = Llama(str(model), **SETTINGS, logits_all=True, flash_attn=True)
     llama.eval(tokens)
-    found["logits"] = np.array(llama.scores[: len(tokens)]).tobytes()
+    found["logits"] = digest(np.array(llama.scores[: len(tokens)]))
     logprobs = llama.create_completion(PROMPT, max_tokens=8, temperature=0.0, logprobs=3)
     found["logprobs"] = [without_clock(logprobs)]
     found["shifted"] = (llama._ctx.kv_cache_seq_rm(0, 4, 8), *states(llama))
     llama.close()
-    return {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in found.items()}
+    return {name: digest(repr(value).encode()) for name, value in found.items()}
+
+
+def digest(content):
+    return hashlib.sha256(content).hexdigest()
 
 
 def old_state_size(llama):
@@ -72,12 +76,12 @@ def take(stream, n):
 
 
 def states(llama):
-    """Return the whole state, and that of sequence 0."""
+    """Return digests of the whole state, and of that of sequence 0."""
     whole = (ctypes.c_uint8 * llama_cpp.llama_state_get_size(llama.ctx))()
     sequence = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(llama.ctx, 0))()
     assert llama_cpp.llama_state_get_data(llama.ctx, whole, len(whole)) == len(whole)
     assert llama_cpp.llama_state_seq_get_data(llama.ctx, sequence, len(sequence), 0) > 0
-    return bytes(whole), bytes(sequence)
+    return digest(whole), digest(sequence)
 
 
 def without_clock(reply):
