@@ -91,6 +91,7 @@ def instructor():
     return pytest.importorskip("instructor")
 
 
+@pytest.mark.slow
 @cells(INSTRUCTOR, "chat", "drafts", "contexts restored", "same as vanilla")
 def test_instructor_without_a_model(lives, drafting, instructor, subjects):
     def app():
@@ -131,6 +132,7 @@ def test_instructor_by_tools(lives, drafting, instructor, subjects):
     assert min(run.restored) > 0
 
 
+@pytest.mark.slow
 @cells(INSTRUCTOR, "grammar / JSON", says="fails in vanilla, too")
 @cells(INSTRUCTOR, "drafts", "same as vanilla")
 def test_instructor_by_json_schema(lives, drafting, instructor, subjects):

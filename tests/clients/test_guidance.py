@@ -7,6 +7,7 @@ import json
 import pytest
 
 pytestmark = [
+    pytest.mark.slow,  # its import takes a second
     pytest.mark.filterwarnings("ignore:llama_token_get_attr is deprecated:DeprecationWarning"),
     pytest.mark.compat("clients", "guidance", "same as vanilla", "yes"),
 ]
@@ -35,7 +36,6 @@ def on(guidance):
     return lambda llama: guidance.models.LlamaCpp(llama, echo=False, chat_template=ChatMLTemplate)
 
 
-@pytest.mark.slow
 @cell("completion")
 @cell("contexts restored", "no")
 def test_text(lives, guidance, opened, on, subjects):
@@ -50,7 +50,6 @@ def test_text(lives, guidance, opened, on, subjects):
     assert run.restored == [0, 0]
 
 
-@pytest.mark.slow
 @cell("chat")
 def test_roles(lives, guidance, opened, on, subjects):
     def app():
@@ -104,7 +103,6 @@ def complete(llama, prompt):
     return llama(prompt, max_tokens=8, temperature=0.0)["choices"][0]["text"]
 
 
-@pytest.mark.slow
 def test_an_engine_used_both_ways_in_turn(lives, guidance, opened, on, subjects):
     def app():
         found = []
@@ -119,7 +117,6 @@ def test_an_engine_used_both_ways_in_turn(lives, guidance, opened, on, subjects)
     assert min(run.restored) > 0
 
 
-@pytest.mark.slow
 def test_an_app_that_forgets_the_reset_gets_no_other_answers_later(
     lives, guidance, opened, on, subjects
 ):

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 pytest.importorskip("langchain_core")
 
 pytestmark = [
+    pytest.mark.slow,  # its import takes a second
     pytest.mark.filterwarnings("ignore:.*langchain-community.*:DeprecationWarning"),
     pytest.mark.compat("clients", "LangChain ChatLlamaCpp", "same as vanilla", "yes"),
 ]
@@ -40,7 +41,6 @@ def chat_model(engine, reference_model):
     return make
 
 
-@pytest.mark.slow
 @cell("chat")
 @cell("contexts restored")
 @pytest.mark.parametrize("streaming", [False, True])
@@ -93,7 +93,6 @@ class Flight(BaseModel):
     seat: Literal["aisle", "window"]
 
 
-@pytest.mark.slow
 @cell("tools")
 def test_a_forced_tool(lives, chat_model, subjects):
     def app():

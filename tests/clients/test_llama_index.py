@@ -6,7 +6,10 @@ import contextlib
 
 import pytest
 
-pytestmark = pytest.mark.compat("clients", "llama-index LlamaCPP", "same as vanilla", "yes")
+pytestmark = [
+    pytest.mark.slow,  # its import takes a second
+    pytest.mark.compat("clients", "llama-index LlamaCPP", "same as vanilla", "yes"),
+]
 
 
 def cell(column, says="yes"):
@@ -33,7 +36,6 @@ def llm(engine, reference_model):
     return make
 
 
-@pytest.mark.slow
 @cell("completion")
 def test_completions(lives, llm, subjects):
     def app():
@@ -92,7 +94,6 @@ def test_stream_left_early(lives, llm, subjects):
     assert min(run.restored) > 0
 
 
-@pytest.mark.slow
 @cell("logprobs")
 def test_logprobs(lives, llm, subjects):
     def app():

@@ -24,6 +24,8 @@ from soak import scale
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
+pytestmark = pytest.mark.slow  # three servers, two of them in interpreters of their own
+
 # Evaluate one token at a time: replies must not depend on which tokens were restored.
 OPTIONS = [
     "--n_ctx", "1024", "--n_ubatch", "1", "--n_threads", "1", "--n_threads_batch", "1",
@@ -174,7 +176,6 @@ def converse(client, subjects):
     return found
 
 
-@pytest.mark.slow
 @on_both("chat", "contexts restored")
 def test_conversations_in_turn(plain, ours, subjects):
     def app(server):
@@ -195,7 +196,6 @@ def completions(client, texts, **options):
     ]
 
 
-@pytest.mark.slow
 @on_both("completion", "logprobs")
 def test_logprobs(plain, ours, subjects):
     def app(server):
@@ -329,7 +329,6 @@ def test_users_that_leave_at_any_moment(plain, ours, subjects):
 # -- lm-evaluation-harness -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ours", ["run", "serve"], indirect=True)
 @pytest.mark.compat("clients", "lm-evaluation-harness `gguf`", "completion", "yes")
 @pytest.mark.compat("clients", "lm-evaluation-harness `gguf`", "logprobs", "yes")

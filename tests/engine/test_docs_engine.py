@@ -71,6 +71,7 @@ def test_the_example_counts_what_numpy_counts(example, reference_model):
     assert "skipped" not in said
 
 
+@pytest.mark.slow
 def test_the_example_ships_no_sources_of_its_tap(example):
     _, site = example
     names = [path.name for path in (site / "llmaas_sparsity").iterdir()]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from llmaas_eval.deadlines import cli, report
 from llmaas_eval.deadlines.study import APPS, FASTEST, KINDS, Sample
 
@@ -56,6 +58,7 @@ def test_the_totals_name_silent_misses():
     assert "1 limits were missed without a flag" in said
 
 
+@pytest.mark.slow
 def test_the_study_on_a_tiny_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("llmaas_plugins.elastic.latency.DIRECTORY", tmp_path / "latency")
     assert cli.main(["--quick", "-o", str(tmp_path / "out")]) == 0

@@ -158,6 +158,7 @@ def test_passages_end_where_a_speaker_begins(engine, data):
         assert one.n_question == len(one.prompt) or pieces[-one.n_question - 1] == "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_keeps_what_it_measures(name, model, data, tmp_path, capsys):
     study, more = STUDIES[name]
