@@ -29,6 +29,12 @@ KEPT = 7 << 20
 """Bytes in which a level fits, but not the whole model."""
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, whose narrow levels say much of what it says."""
+    return packaged_model
+
+
 class Rows:
     """Counts the rows that a tap sees, and the batches that plugins see."""
 
@@ -304,6 +310,7 @@ def test_a_fork_within_a_draft(model, alone, within):
         assert exit_code(children[0]) == 0
 
 
+@pytest.mark.slow
 def test_a_fork_of_another_thread_within_a_draft(model, alone, within):
     """The child lacks the thread that drafts; its own request sees and says what it should."""
     rows, codes = Rows(), []

@@ -29,6 +29,12 @@ KEPT = 7 << 20
 """Bytes in which a level fits, but not the whole model."""
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, whose narrow levels say much of what it says."""
+    return packaged_model
+
+
 @contextlib.contextmanager
 def streaming(model, *plugins, kept=KEPT, on_error="raise", tables=(), **table):
     """Open the model with ``kept`` bytes in memory; yield engine, suite and streamer."""
@@ -181,7 +187,7 @@ def test_kv_chunks_saves_and_restores_the_same(model, tmp_path):
             texts = []
             for name in "abab":
                 with serving_context(name):
-                    texts.append(say(llama, prompt=PROMPT * (2 if name == "a" else 1)))
+                    texts.append(say(llama, 24, prompt=PROMPT * (2 if name == "a" else 1)))
             status = suite.status()["plugins"]
             said.append((texts, status["kv_chunks"]["restores"]))
             if is_on:

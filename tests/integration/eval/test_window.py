@@ -90,6 +90,7 @@ def test_evaluated_again_is_as_if_nothing_had_been_before(llama, lines):
     assert np.array_equal(found, fresh.read(left[0]))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     data, output = tmp_path / "chat.txt", tmp_path / "found.json"
     data.write_text(CHAT)

@@ -75,6 +75,7 @@ def test_of_a_text(reference_model):
         np.testing.assert_allclose(activity.means, sizes.mean(axis=0), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_of_what_the_model_says(reference_model):
     done = []
     with calibrating(reference_model) as calibrate:

@@ -103,6 +103,7 @@ print(json.dumps([over, filled, shared, lowered, restored, made, mode, errors]))
     assert errors == {}
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("disk", scale(["0"], ["0", "1 GiB"]))
 def test_chunks_stay_within_the_budget_beside_a_streamed_model(cells, disk):

@@ -22,7 +22,7 @@ codec = "lossless"
 store = "kv"
 """
 LONG = {"prompt": "Once upon a time", "slo": {"tpot": "2 s"}, "seed": 3} | ENDLESS
-LONG["max_tokens"] = 300
+LONG["max_tokens"] = 150
 SHORT = {"prompt": "The dog", "max_tokens": 4, "slo": {"ttft": "500 ms"}, "temperature": 0.0}
 
 
@@ -72,7 +72,7 @@ def test_calls_in_contexts_are_interrupted_too(server):
     app = server.client.bind("mail")
     contexts = [app.new_context() for _ in range(3)]
     options = {"temperature": 0.0, "seed": 3}
-    long = ENDLESS | {"max_tokens": 400, "slo": {"tpot": "2 s"}}
+    long = ENDLESS | {"max_tokens": 200, "slo": {"tpot": "2 s"}}
     alone = contexts[0].call("Tell me a story.", **long)
     stream = contexts[1].stream("Tell me a story.", **long)
     pieces = [next(stream)]

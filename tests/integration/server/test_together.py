@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from batched import GREEDY, PROMPTS, at_once, batches, one_by_one, streamed
+from batched import GREEDY, PROMPTS, at_once, batches, one_by_one, slow_but, streamed
 from served import ENDLESS, LONG_N_CTX, completion, completion_text, drain, serving, wait_until
 
 pytest.importorskip("fastapi")
@@ -40,9 +40,12 @@ def together(folder, most=4, codec="int8", parked=0, timeout_s=30, **engine):
 
 
 @pytest.mark.parametrize(
-    ("codec", "parked"), [("int8", 0), ("int8", 4096), ("tolerance", 0), ("tolerance", 4096)]
+    ("ask", "codec", "parked"),
+    slow_but(
+        [(completion_text, "int8", 0), (streamed, "tolerance", 4096)],
+        *([completion_text, streamed], ["int8", "tolerance"], [0, 4096]),
+    ),
 )
-@pytest.mark.parametrize("ask", [completion_text, streamed], ids=["whole", "streamed"])
 def test_answers_are_those_of_calls_alone(tmp_path, codec, parked, ask):
     bodies = [GREEDY | {"prompt": prompt} for prompt in PROMPTS]
     bodies.append(GREEDY | {"prompt": "Hello", "temperature": 0.9, "seed": 3, "max_tokens": 8})
@@ -68,7 +71,7 @@ SURE = GREEDY | {"max_tokens": 16}
 other sizes shift them by up to 0.1, also in llama.cpp itself."""
 
 
-@pytest.mark.parametrize("codec", ["int8", "tolerance"])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("tolerance", marks=pytest.mark.slow)])
 def test_contexts_are_saved_as_alone(tmp_path, codec):
     """Contexts go on as those of calls alone, from the cells that were saved."""
     found = {}
@@ -164,7 +167,7 @@ def test_a_context_is_deleted_while_others_answer(tmp_path):
         app = server.client.bind("mail")
         alone = completion_text(server, GREEDY | {"prompt": PROMPTS[0]})
         context, other = app.new_context(), app.new_context()
-        stream = other.stream("Tell me a story.", **LONG)
+        stream = other.stream("Tell me a story.", **LONG | {"max_tokens": 200})
         next(stream)
         context.call("Hello", max_tokens=3)
         context.delete()

@@ -10,7 +10,15 @@ import pytest
 from budgets import is_streamed
 from together import SETTINGS, changes, combinations, covering, is_exact, name_of, pairs, run
 
+
+def met(combinations):
+    """Return the settings in these combinations, by plugin."""
+    return {one for combination in combinations for one in combination.items()}
+
+
 COVERING = covering()
+FEW = [one for i, one in enumerate(COVERING) if not set(one.items()) <= met(COVERING[:i])]
+"""Combinations with a setting that no earlier one has; the others are slow tests."""
 OTHERS = [one for one in (*pairs(), *combinations(*SETTINGS)) if one not in COVERING]
 
 
@@ -85,7 +93,13 @@ def check_datastore(combination, report):
         assert not is_own or report["accepted"] > 0
 
 
-@pytest.mark.parametrize("combination", COVERING, ids=name_of)
+@pytest.mark.parametrize(
+    "combination",
+    [
+        pytest.param(one, id=name_of(one), marks=() if one in FEW else pytest.mark.slow)
+        for one in COVERING
+    ],
+)
 def test_each_two_settings_together(model, promised, tmp_path, combination):
     check(model, promised, tmp_path / "kv", combination)
 
@@ -128,6 +142,7 @@ def test_contexts_of_another_model_are_not_used(model, packaged_model, tmp_path)
     assert found["status"]["plugins"]["kv_chunks"]["restored_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_settings_that_change_the_text_do(promised):
     """So that a setting without effect fails here, and is not taken for one that keeps the text."""
     lossy = [
