@@ -11,6 +11,12 @@ from requested import Recorder
 from llmaas_plugins.server.client import LLMClient
 
 
+@pytest.fixture(scope="session")
+def reference_model(light_model):
+    """Return a light model: the tests of most files are about cells and calls, not about texts."""
+    return light_model
+
+
 @pytest.fixture
 def make(make_llama):
     """Make a ``Llama`` that uses one thread and leaves the other processors free."""

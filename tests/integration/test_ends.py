@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 from datastores import ENGINE, built
 from llama_cpp import Llama, llama_cpp
 
@@ -12,6 +13,12 @@ from llmaas_plugins import activate
 START = "David feeds Bruno at seven, before the boat leaves and the sun comes up over the harbor. "
 PROMPT = START * 3 + "David feeds Bruno at seven, before the boat"
 OTHER = "Some other text about mail and calendars, which is long enough for it. " * 3
+
+
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, which repeats itself, so that drafts are accepted."""
+    return packaged_model
 
 
 def opened(model, **settings):
@@ -31,7 +38,7 @@ def going_on(llama, n):
 
 
 def test_tokens_that_were_only_proposed_are_dropped(reference_model, tmp_path):
-    lengths = range(1, 24)
+    lengths = range(1, 24, 2)
     with opened(reference_model) as llama:
         expected = [going_on(llama, n) for n in lengths]
     store = built(reference_model, tmp_path / "knn")

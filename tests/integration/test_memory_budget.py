@@ -41,6 +41,12 @@ def memory():
 """
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, whose contexts and weights fill budgets."""
+    return packaged_model
+
+
 @pytest.fixture(scope="module")
 def packed(reference_model, tmp_path_factory):
     path = tmp_path_factory.mktemp("packed") / "model.gguf"

@@ -25,6 +25,12 @@ KINDS = {"flash": True, "transposed": False}
 """Whether flash attention is on; without it, values are stored transposed."""
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, of which the states are."""
+    return packaged_model
+
+
 class State(NamedTuple):
     """A parsed blob.
 

@@ -39,6 +39,12 @@ ROOM_FOR_CHUNKS = 6
 """MiB beyond the least budget: kv_chunks serves no context without room for its buffers."""
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, which has enough weights to stream."""
+    return packaged_model
+
+
 class Talk:
     """An app's conversation with a model in several contexts.
 

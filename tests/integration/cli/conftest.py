@@ -9,6 +9,12 @@ from llmaas_eval.families import write_family
 from llmaas_plugins.cli.main import main
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model: commands prepare files of every one of its layers."""
+    return packaged_model
+
+
 @pytest.fixture
 def elastic(capfd):
     """Return a function that runs the command and returns its exit code and output or error."""

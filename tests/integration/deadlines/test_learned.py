@@ -45,6 +45,17 @@ STORIES = [
 """Prompts with words to leave out, and with answers that are no close calls."""
 
 
+OF_WORDS = pytest.mark.parametrize("reference_model", ["packaged_model"], indirect=True)
+"""For tests of what the packaged model says of parts of these prompts, and at which levels."""
+
+
+@pytest.fixture
+def reference_model(request, light_model):
+    """Return a light model, or that of ``OF_WORDS``."""
+    name = getattr(request, "param", None)
+    return light_model if name is None else request.getfixturevalue(name)
+
+
 @pytest.fixture
 def model(reference_model, tmp_path, monkeypatch):
     monkeypatch.setattr(latency, "DIRECTORY", tmp_path / "latency")
@@ -108,6 +119,8 @@ def test_what_is_learned_equals_real_answers(learn, model, capsys):
     assert (found.margins > 0).all()
 
 
+@pytest.mark.slow
+@OF_WORDS
 def test_answers_to_parts_of_prompts_equal_real_ones(learn, model, prompts, capsys, monkeypatch):
     monkeypatch.setenv("LLMAAS_PLUGINS__SHORT_PROMPTS__ENABLED", "true")
     monkeypatch.setenv("LLMAAS_PLUGINS__SHORT_PROMPTS__LEAST_TOKENS", "2")
@@ -139,6 +152,7 @@ def test_answers_to_parts_of_prompts_equal_real_ones(learn, model, prompts, caps
     assert learned[0] > 0.5 > learned[-1]
 
 
+@OF_WORDS
 def test_a_request_is_served_with_what_was_learned(learn, model, prompts):
     assert learn() == 0
     with served(model, ttft="60 %") as (_, llama), request_scope.noting() as notes:

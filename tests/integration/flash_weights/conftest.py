@@ -19,6 +19,12 @@ SMALL = Shape(n_layer=4, n_embd=256, n_head=4, n_head_kv=2, n_ff=4096, n_ctx=256
 """A shape with 15 MB of weights in Q8_0."""
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model: a light one has too few weights to stream."""
+    return packaged_model
+
+
 def write(path, shape, seed=0):
     return write_random_model(path, shape, GGMLQuantizationType.Q8_0, seed=seed)
 

@@ -21,6 +21,12 @@ OWNERS = ["mail", None, "notes", None, None, "mail"]
 """Apps of the conversations; ``mail`` owns the one about QUESTIONS[0]."""
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, for which similar texts are close."""
+    return packaged_model
+
+
 @pytest.fixture
 def using(reference_model):
     """Return a function that activates for a store and makes an engine."""

@@ -25,6 +25,12 @@ N = 24
 ONE_BY_ONE = {"n_ubatch": 1}  # uses the same kernels for every batch
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, which samples likely tokens, so that drafts are accepted."""
+    return packaged_model
+
+
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory, reference_model):
     """Return an archive of the model's own text, so that drafts are proposed and accepted."""

@@ -1,10 +1,16 @@
-"""Servers that cannot start."""
+"""The servers' model, and servers that cannot start."""
 
 from __future__ import annotations
 
 import pytest
 
 from llmaas_plugins.cli.main import main
+
+
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, which these servers have."""
+    return packaged_model
 
 
 @pytest.fixture

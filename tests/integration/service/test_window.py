@@ -28,6 +28,12 @@ TURNS = (
 )
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, whose replies are tokenized as they were said."""
+    return packaged_model
+
+
 @pytest.fixture
 def start(make_llama, tmp_path):
     """Start the service on the same directories, as after a restart: new suite, new engine."""

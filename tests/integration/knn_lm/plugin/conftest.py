@@ -9,18 +9,18 @@ from datastores import stored
 from knn_stores import QUESTION, Store, replies
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pairs(reference_model):
     return stored(reference_model)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone(reference_model):
     """Return the model's own answer to each question."""
     return replies(reference_model)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def mixed(reference_model, pairs, alone, tmp_path_factory):
     """Return the answers with all pairs."""
     store = Store(tmp_path_factory.mktemp("knn"), pairs)

@@ -24,6 +24,12 @@ from llmaas_plugins.knn_lm.build.inbox import remember
 from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, whose text the datastore changes."""
+    return packaged_model
+
+
 class TestStatus:
     def test_before_and_after_the_first_request(self, store, active, make):
         store.write()

@@ -11,7 +11,7 @@ import llmaas_plugins
 from llmaas_plugins import activate
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pairs(reference_model):
     return stored(reference_model)
 

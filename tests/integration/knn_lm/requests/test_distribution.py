@@ -24,6 +24,12 @@ import llmaas_plugins
 from llmaas_hooks import UnknownPluginError, hookimpl
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, which is sure of some tokens."""
+    return packaged_model
+
+
 class TestDistribution:
     @pytest.mark.parametrize("question", QUESTIONS)
     def test_is_that_of_the_equations(self, mixing, make, pairs, question):

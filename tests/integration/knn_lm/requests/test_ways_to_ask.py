@@ -25,6 +25,12 @@ import llmaas_plugins
 from llmaas_hooks import serving_context
 
 
+@pytest.fixture(scope="session")
+def reference_model(packaged_model):
+    """Return the packaged model, which the service has."""
+    return packaged_model
+
+
 class TestWaysToAsk:
     """Same text for all kinds of requests, whatever is batched, restored or proposed."""
 
