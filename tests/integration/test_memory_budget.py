@@ -212,6 +212,7 @@ def test_a_forked_child_keeps_the_budget_with_a_thread_of_its_own(reference_mode
         llama.close()
 
 
+@pytest.mark.slow
 def test_forks_while_memory_is_looked_at(reference_model, monkeypatch):
     """A fork waits for a look before it takes the locks that the look needs."""
     monkeypatch.setattr("llmaas_plugins.memory.shared._EVERY_S", 0.001)

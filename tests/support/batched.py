@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 
-import pytest
 from served import completion, completion_text
 
 PROMPTS = ("Once upon a time", "The dog", "My sister and I", "In a small house", "A king")
 GREEDY = {"temperature": 0.0, "repeat_penalty": 1.0, "max_tokens": 40}
-
-
-def slow_but(kept, *options):
-    """Return all combinations of options as parameters; tests of others than ``kept`` are slow."""
-    return [
-        pytest.param(*one, marks=() if one in kept else pytest.mark.slow)
-        for one in itertools.product(*options)
-    ]
 
 
 def streamed(server, body):

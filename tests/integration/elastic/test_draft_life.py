@@ -143,6 +143,7 @@ def within(monkeypatch):
 # -- contexts of one model ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_contexts_draft_at_once(model, alone, monkeypatch):
     said = {}
     with streaming(model) as (llama, suite, _):
@@ -193,6 +194,7 @@ def test_a_new_context_starts_without_the_level_of_an_earlier_one(model, alone):
         assert drafts(suite)["passes"] > 0
 
 
+@pytest.mark.slow
 def test_another_context_computes_within_a_draft(model, alone, monkeypatch, within):
     said = []
     with streaming(model) as (llama, suite, _):
@@ -242,6 +244,7 @@ def test_ctrl_c_within_a_draft(model, alone, within):
         assert suite.status()["errors"] == {}
 
 
+@pytest.mark.slow
 def test_a_request_of_another_thread_within_a_draft(model, alone, within):
     """It takes the engine, which serves one request at a time: the draft ends, and leaves nothing.
 

@@ -96,6 +96,7 @@ def test_the_text_is_the_same_in_fewer_passes(model, alone):
         assert suite.status()["errors"] == {}
 
 
+@pytest.mark.slow
 def test_the_level_tried_is_worth_the_waits_of_all_passes_without_drafts(model, monkeypatch):
     time_s = recent.TIME_S
     monkeypatch.setattr(recent, "TIME_S", 1e9)  # nothing counts less because it is older
@@ -178,6 +179,7 @@ def test_cells_are_those_without_drafts(model):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_kv_chunks_saves_and_restores_the_same(model, tmp_path):
     said = []
     for is_on in (False, True):
@@ -187,7 +189,7 @@ def test_kv_chunks_saves_and_restores_the_same(model, tmp_path):
             texts = []
             for name in "abab":
                 with serving_context(name):
-                    texts.append(say(llama, 24, prompt=PROMPT * (2 if name == "a" else 1)))
+                    texts.append(say(llama, prompt=PROMPT * (2 if name == "a" else 1)))
             status = suite.status()["plugins"]
             said.append((texts, status["kv_chunks"]["restores"]))
             if is_on:
@@ -196,6 +198,7 @@ def test_kv_chunks_saves_and_restores_the_same(model, tmp_path):
     assert said[0][1] > 0
 
 
+@pytest.mark.slow
 def test_only_the_whole_model_gets_drafts(model):
     with streaming(model) as (llama, suite, streamer):
         with elastic.level(0.9):

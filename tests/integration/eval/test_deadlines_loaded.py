@@ -81,6 +81,7 @@ def test_a_refused_call_is_an_incomplete_answer(service):
     assert answer.met(ENOUGH) == (False, False)
 
 
+@pytest.mark.slow
 def test_the_share_of_a_prompt_that_was_read_is_recorded(model, encoder, tmp_path):
     long = APPS["GMail"].prefix * 3 + call(1).prompt
     short, whole = call(1)._replace(prompt=long, share=0.5), call(2)._replace(prompt=f"So {long}")

@@ -164,6 +164,7 @@ print(json.dumps([filled, left, mode]))
     assert mode == "exact"
 
 
+@pytest.mark.slow
 def test_contexts_are_stored_again_after_a_shortage_at_the_first_request(cells):
     script = """
 with tempfile.TemporaryDirectory() as folder:

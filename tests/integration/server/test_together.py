@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import signal
 import socket
@@ -13,7 +14,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from batched import GREEDY, PROMPTS, at_once, batches, one_by_one, slow_but, streamed
+from batched import GREEDY, PROMPTS, at_once, batches, one_by_one, streamed
 from served import ENDLESS, LONG_N_CTX, completion, completion_text, drain, serving, wait_until
 
 pytest.importorskip("fastapi")
@@ -39,12 +40,16 @@ def together(folder, most=4, codec="int8", parked=0, timeout_s=30, **engine):
     return serving(folder, config=config, n_ctx=LONG_N_CTX, **engine)
 
 
+FEW = (completion_text, "int8", 0), (streamed, "tolerance", 4096)
+"""Each option once; tests of other combinations are slow."""
+
+
 @pytest.mark.parametrize(
     ("ask", "codec", "parked"),
-    slow_but(
-        [(completion_text, "int8", 0), (streamed, "tolerance", 4096)],
-        *([completion_text, streamed], ["int8", "tolerance"], [0, 4096]),
-    ),
+    [
+        pytest.param(*one, marks=() if one in FEW else pytest.mark.slow)
+        for one in itertools.product([completion_text, streamed], ["int8", "tolerance"], [0, 4096])
+    ],
 )
 def test_answers_are_those_of_calls_alone(tmp_path, codec, parked, ask):
     bodies = [GREEDY | {"prompt": prompt} for prompt in PROMPTS]

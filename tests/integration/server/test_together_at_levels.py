@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from batched import GREEDY, PROMPTS, at_once, batches, one_by_one, slow_but
+from batched import GREEDY, PROMPTS, at_once, batches, one_by_one
 from preparing import prepare
 from served import LONG_N_CTX, drain, serving
 
@@ -56,9 +56,9 @@ def tokens_at(server):
     return server.status()["plugins"]["elastic"]["tokens"]
 
 
-@pytest.mark.parametrize(
-    ("is_streamed", "codec"), slow_but([(True, "tolerance")], [False, True], ["int8", "tolerance"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", "tolerance"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 def test_answers_are_those_of_calls_alone(tmp_path, model, codec, is_streamed):
     with together(tmp_path, model, codec=codec) as server:
         assert server.status()["together"]["why_alone"] is None

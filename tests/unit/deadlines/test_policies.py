@@ -52,6 +52,7 @@ def test_few_requests_certify_only_the_whole_model():
     assert certified(answers(seed=1), answers(20, seed=2), N_ANSWER, 0.1, 0.05) == (WHOLE,)
 
 
+@pytest.mark.slow
 def test_certificates_are_wrong_as_rarely_as_they_say():
     """All certificates of a calibration must hold together; 10 of 100 calibrations may fail."""
     truth, fitting = answers(20_000, seed=3), answers(seed=4)

@@ -158,6 +158,7 @@ def test_the_command_says_which_sdist_it_cannot_use(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_writes_with_a_vocabulary_that_is_there(tmp_path, capsys):
     vocabulary = tmp_path / "ggml-vocab-llama-spm.gguf"
     vocabulary.symlink_to(reference_model_path())

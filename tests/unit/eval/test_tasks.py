@@ -103,6 +103,7 @@ def tokenize(reference_model):
     llama.close()
 
 
+@pytest.mark.slow
 def test_answers_are_sparse_and_prompts_are_if_asked(reference_model, tokenize, tmp_path):
     windows = np.random.default_rng(0).integers(300, 4000, (1, 32))
     model = with_channels(reference_model, tmp_path, windows)

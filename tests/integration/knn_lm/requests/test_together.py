@@ -6,7 +6,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from batched import at_once, batches, one_by_one, slow_but, take_cells
+from batched import at_once, batches, one_by_one, take_cells
 from datastores import CONVERSATIONS
 from knn_stores import report
 from paired import Pair
@@ -72,9 +72,9 @@ def test_logits_are_those_of_requests_alone(  # noqa: PLR0917  fixtures
         assert not np.array_equal(with_own[app][1], with_others[app][1])
 
 
-@pytest.mark.parametrize(
-    ("is_streamed", "look_back"), slow_but([(True, SHORT)], [False, True], [0, SHORT])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("look_back", [0, SHORT])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 def test_calls_answer_as_alone(tmp_path, pairs, look_back, is_streamed):
     pairs.write(tmp_path / "knn", owners=OWNERS)
     with serving(tmp_path, config=CONFIG.format(look_back=look_back), n_ctx=LONG_N_CTX) as server:
