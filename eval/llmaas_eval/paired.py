@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmaas_eval.stats import median_interval, quartiles
+from llmaas_plugins.machine import peak_bytes
 
 __all__ = ["compare", "repeats"]
 
@@ -45,7 +45,7 @@ def compare(
         teardown=pairs.end_round,
         rounds=repeats(rounds),
     )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = peak_bytes() / (1 << 20)
     benchmark.extra_info.update(pairs.figures() | {"peak_rss_mib": peak})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 
 from llmaas_hooks import Tokens
 from llmaas_plugins.demo.scenario import Script
+from llmaas_plugins.machine import peak_bytes
 
 __all__ = ["PLAIN_TEMPLATE", "CallResult", "Usage", "WorkerSpec", "serve_worker"]
 
@@ -173,7 +173,7 @@ class _Worker:
     def usage(self) -> Usage:
         files = [path for path in self._spec.folder.rglob("*") if path.is_file()]
         return Usage(
-            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_rss_bytes=peak_bytes(),
             memory_bytes=self._memory_bytes,
             disk_bytes=sum(path.stat().st_blocks * 512 for path in files),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmaas_eval.division.workloads import Turn
+from llmaas_plugins.machine import peak_bytes
 
 __all__ = ["Job", "run"]
 
@@ -73,7 +73,7 @@ def _run(job: Job) -> dict[str, Any]:
         "fill_s": fill_s,
         "turn_s": turn_s,
         "tokens": [tokens[-64:] for tokens in said],
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "peak_bytes": peak_bytes(),
         "status": {name: status[name] for name in _REPORTS if name in status},
     }
 
