@@ -39,6 +39,9 @@ __all__ = ["SharedMemory"]
 _log = logging.getLogger("llmaas.memory")
 
 _EVERY_S = 0.5
+_FEW = 20
+"""Looks in a row for which memory may be short before that is told: a model that is loaded or that
+computes a long batch gives memory back only afterwards."""
 _PAUSE_S = 15.0
 """Least time between two moves: read-in weights and refilled contexts cost time, too."""
 _DIVIDE_S = 5.0
@@ -71,7 +74,7 @@ class SharedMemory(forks.Forked):
         self._moves: deque[dict[str, Any]] = deque(maxlen=_SHOWN_MOVES)
         self._n_moves = 0
         self._failures = FailureLog(_log, logging.WARNING)
-        self._was_short = False
+        self._n_short = 0
         self._why_unmet: str | None = None
         self._failed_claims = FailureLog(_log, logging.WARNING)
         self._ended: threading.Event | None = None
@@ -207,12 +210,12 @@ class SharedMemory(forks.Forked):
                 claims = self._obey(waits=False)
                 self._divide(claims)
             except Exception as error:  # a full disk, an unmet budget: the next look tries again
-                if self._was_short:  # not only for a moment, as while a model is loaded
+                self._n_short += 1
+                if self._n_short > _FEW:
                     self._failures.failed("the memory budget: %s", error)
                     self._why_unmet = str(error)
-                self._was_short = True
             else:
-                self._was_short, self._why_unmet = False, None
+                self._n_short, self._why_unmet = 0, None
                 self._failures.worked()
 
     # -- division -------------------------------------------------------------------------------
