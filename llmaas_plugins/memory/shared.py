@@ -43,7 +43,8 @@ _FEW = 20
 """Looks in a row for which memory may be short before that is told: a model that is loaded or that
 computes a long batch gives memory back only afterwards."""
 _PAUSE_S = 15.0
-"""Least time between two moves: read-in weights and refilled contexts cost time, too."""
+"""Least time until memory moves to somebody else: read-in weights and refilled contexts cost time,
+too."""
 _DIVIDE_S = 5.0
 """Time between two divisions, each of which takes milliseconds."""
 _GAIN, _LEAST_GAIN_S = 1.1, 1e-3
@@ -71,6 +72,7 @@ class SharedMemory(forks.Forked):
         self._claims = claims
         self._lock = forks.lock()
         self._moved_at = self._divided_at = -_PAUSE_S
+        self._grown: set[str] = set()  # owners to whom memory moved last
         self._moves: deque[dict[str, Any]] = deque(maxlen=_SHOWN_MOVES)
         self._n_moves = 0
         self._failures = FailureLog(_log, logging.WARNING)
@@ -266,9 +268,11 @@ class SharedMemory(forks.Forked):
             return
         gain_s = sum(max(0.0, change) for change in changes)
         loss_s = -sum(min(0.0, change) for change in changes)
-        if now - self._moved_at < _PAUSE_S or gain_s < _GAIN * loss_s + _LEAST_GAIN_S:
+        grown = {claim.owner for claim, was, size in sizes if size > was}
+        is_pause = now - self._moved_at < _PAUSE_S and not grown <= self._grown
+        if is_pause or gain_s < _GAIN * loss_s + _LEAST_GAIN_S:
             return
-        self._moved_at = now
+        self._moved_at, self._grown = now, grown
         self._n_moves += 1
         move = {claim.owner: [was, size] for claim, was, size in sizes}
         self._moves.append({"at": time.time(), "bytes": move, "saved_s": gain_s - loss_s})

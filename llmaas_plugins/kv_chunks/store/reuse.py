@@ -6,6 +6,9 @@ measured for chunks that left RAM, too, so the curve also tells what more RAM wo
 
 Chunks that were not needed yet have no distance. They are expected to be needed in about as long a
 time as they have been left alone: a context that was just left is worth more than one of yesterday.
+
+New chunks push the oldest ones out, long before memory is divided again. So distances begin after
+as many bytes as the last seconds brought: a growing set of contexts gets its memory in advance.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ _GUESS = 64 << 10
 """Bytes of a chunk until one was stored."""
 _SOON_S = 10.0
 """Time in which chunks that were just left are expected to be needed."""
+_AHEAD_S = 10.0
+"""Time whose new chunks will find room that nothing else counts on."""
 
 
 class MissCosts(NamedTuple):
@@ -136,7 +141,9 @@ class ReuseCurve:
 
         As long as no chunk was used, nothing is known: there is only the point of 0 bytes.
         """
-        saved = np.cumsum(self._saved.now() / TIME_S + self._expected(most))
+        each = self._saved.now() / TIME_S + self._expected(most)
+        n_ahead = -(-self._coming_bytes() // _STEP)
+        saved = np.cumsum(np.pad(each, (n_ahead, 0))[:_MOST_STEPS])
         changes = np.flatnonzero(np.diff(saved, prepend=0.0))
         points = [(0, 0.0)]
         for i in changes[: np.searchsorted(changes, most // _STEP)].tolist():
@@ -164,6 +171,12 @@ class ReuseCurve:
             each_s = share * cost_s / n
             expected[first : first + n] += each_s / (_SOON_S + now - request.at_s)
         return expected
+
+    def _coming_bytes(self) -> int:
+        """Return the bytes that new chunks took in the last seconds."""
+        since = time.monotonic() - _AHEAD_S
+        recent = itertools.takewhile(lambda one: one.at_s > since, reversed(self._requests))
+        return sum(request.new_bytes for request in recent)
 
     def _needed(self, use: _Use) -> None:
         """Record that a request needed a chunk: from now on only its distances count."""

@@ -42,7 +42,8 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Let time pass only where a test says so."""
+    """Let time pass only where a test says so, and expect no new chunks."""
+    monkeypatch.setattr("llmaas_plugins.kv_chunks.store.reuse._AHEAD_S", 0.0)
     monkeypatch.setattr("llmaas_plugins.memory.recent.time.monotonic", lambda: Clock.now)
     monkeypatch.setattr(Clock, "now", 1.0)
     return Clock
@@ -135,6 +136,22 @@ def test_at_first_as_little_is_expected_as_sums_of_a_short_time_have(clock):
     clock.now += 0.1 * TIME_S
     use(curve, chunks(1))
     assert seconds(curve, 20 * MIB) / TIME_S == pytest.approx(0.0952 * N * 0.5 / 10, rel=0.01)
+
+
+def test_new_chunks_need_room_that_old_ones_do_not_count_on(clock, monkeypatch):
+    monkeypatch.setattr("llmaas_plugins.kv_chunks.store.reuse._AHEAD_S", 10.0)
+    curve, old, new = ReuseCurve(), chunks(1), chunks(2)
+    curve.wanted([], 0.0, 0.5)
+    clock.now += 100 * TIME_S
+    use(curve, old)
+    clock.now += 9
+    use(curve, new)
+    assert seconds(curve, 16 * MIB) == 0  # the last seconds brought two contexts
+    clock.now += 2  # now one of them
+    assert seconds(curve, 8 * MIB) == 0
+    assert seconds(curve, 26 * MIB) == seconds(curve, 100 * MIB) > 0
+    curve.wanted(keys(new), 0.0, 0.5)  # it is not new any more
+    assert seconds(curve, 8 * MIB) > 0
 
 
 def test_once_needed_only_distances_count(clock):

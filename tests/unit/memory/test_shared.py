@@ -122,6 +122,18 @@ def test_small_gains_and_a_second_move_at_once_are_not_worth_it(process, memory)
     assert memory.llmaas_status()["moves"] == 2
 
 
+def test_who_got_memory_last_may_get_more_at_once(process, memory):
+    process.held = {"weights": 200 * MIB, "contexts": 0}
+    for most in (40, 80, 120):  # contexts that come one after the other
+        process.saved = {"weights": ((400 * MIB, 0.1),), "contexts": ((most * MIB, 0.6),)}
+        memory.look()
+        assert held(process) == {"weights": 200 - most, "contexts": most}
+    process.saved = {"weights": ((400 * MIB, 0.9),)}
+    memory.look()
+    assert held(process)["contexts"] == 120  # others wait
+    assert memory.llmaas_status()["moves"] == 3
+
+
 @pytest.mark.parametrize(
     ("failing", "left"),
     [("weights", {"weights": 150, "contexts": 50}), ("contexts", {"weights": 80, "contexts": 50})],
