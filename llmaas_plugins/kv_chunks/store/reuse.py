@@ -139,8 +139,11 @@ class ReuseCurve:
     def points(self, most: int) -> tuple[tuple[int, float], ...]:
         """Return bytes of RAM and the seconds that they save in a second, up to ``most`` bytes.
 
-        As long as no chunk was used, nothing is known: there is only the point of 0 bytes.
+        As long as no chunk was used, or nobody knows the cost of a chunk that is not in RAM,
+        nothing is known: there is only the point of 0 bytes.
         """
+        if not any(self._costs):
+            return ((0, 0.0),)
         each = self._saved.now() / TIME_S + self._expected(most)
         n_ahead = -(-self._coming_bytes() // _STEP)
         saved = np.cumsum(np.pad(each, (n_ahead, 0))[:_MOST_STEPS])

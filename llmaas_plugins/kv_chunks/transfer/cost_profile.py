@@ -28,6 +28,8 @@ _MAX_POINTS = 64
 _MIN_READ_BYTES = 4 << 20
 _PAIRS = 4096
 _READ_BYTE_S = 1e-9
+_TOKENS = _BYTES = 1
+"""Indices of the tokens of an evaluation, and of the bytes of a read, among the amounts."""
 _OUTLIER_FACTOR = 2.0
 _MIN_SECONDS, _MAX_SECONDS, _MAX_AMOUNT = 1e-7, 1e5, 1e15
 
@@ -81,6 +83,20 @@ class LinearFit:
     def sum_of_last(self) -> float:
         """Return the sum of the last amount over all points."""
         return float(self._points[:, -1].sum())
+
+    def unit_seconds(self, i: int) -> float:
+        """Return all seconds for each unit of amount ``i``, where there was most of it.
+
+        Its coefficient says less: what comes with it, such as pairs with tokens, takes time, too.
+
+        Returns:
+            The seconds; 0 without points.
+        """
+        coefficients = self.coefficients()
+        if coefficients is None:
+            return 0.0
+        amounts = self._points[np.argmax(self._points[:, 1 + i]), 1:]
+        return float(coefficients @ amounts) / max(float(amounts[i]), 1.0)
 
     def to_json(self) -> str:
         """Return the points as a JSON array, oldest first, for ``restore``."""
@@ -163,10 +179,12 @@ class CostProfile:
         return LoadCosts(call, token, pairs / _PAIRS, read[0], read[1], *self._load_costs())
 
     def miss_costs(self) -> MissCosts:
-        """Return the time that a chunk takes if it is not in RAM, guessed until it is measured."""
-        recompute, read = self._recompute.coefficients(), self._read.coefficients()
-        byte_s = _READ_BYTE_S if read is None else float(read[1])
-        return MissCosts(byte_s, CHUNK_TOKENS * (0.0 if recompute is None else float(recompute[1])))
+        """Return the time that a chunk takes if it is not in RAM.
+
+        Reading is guessed until it is measured. Evaluation takes 0 s until then.
+        """
+        byte_s = self._read.unit_seconds(_BYTES) or _READ_BYTE_S
+        return MissCosts(byte_s, CHUNK_TOKENS * self._recompute.unit_seconds(_TOKENS))
 
     def load_seconds(self, n_tokens: int) -> float | None:
         """Predict the seconds to load tokens from RAM alone; None while nothing is known."""

@@ -111,6 +111,7 @@ class Transfer:
         if self._bit_allocator is not None and bits is not None and geometry is not None:
             self._bit_allocator.apply(ids, bits, attention, geometry)
         self._store.compact()
+        self._profile.learn()
         if process_memory.budget() is not None:
             self._store.record_use(ids, self._wanted, self._profile.miss_costs())
             self._wanted = range(0)
@@ -118,7 +119,6 @@ class Transfer:
         self._store.lock_working_set(self._owner, self._store.find(ids))
         if context_id is not None:
             self._store.set_head(context_id, ids)
-        self._profile.learn()
         if self._profile.has_unsaved_points:
             self._store.set_layout(self._profile_key, self._profile.to_json())
         self._saved(time.perf_counter() - started)

@@ -144,6 +144,26 @@ def test_one_point_is_a_price_per_token():
     assert line.coefficients()[1] == pytest.approx(0.5 / 250, rel=1e-3)
 
 
+def test_the_time_of_a_unit_has_all_that_comes_with_it():
+    line = LinearFit(3, decay=0.9)
+    assert line.unit_seconds(1) == 0
+    for n, p in [(16, 0), (256, 1000), (64, 100)]:
+        line.add(2e-3 + 1e-4 * n + 1e-6 * n * p, 1, n, n * p)
+    assert line.unit_seconds(1) == pytest.approx(2e-3 / 256 + 1e-4 + 1e-3)
+
+
+def test_a_chunk_that_is_lost_costs_its_evaluation():
+    profile = CostProfile(None)
+    guessed = profile.miss_costs()
+    assert guessed.chunk_s == 0
+    assert guessed.byte_s > 0
+    profile.evaluated(400, 0, 8.0)
+    profile.read(1_000_000, 0.5)
+    profile.learn()
+    assert profile.miss_costs().chunk_s == pytest.approx(16 * 8 / 400)
+    assert profile.miss_costs().byte_s == pytest.approx(0.5e-6)
+
+
 def test_nothing_takes_less_than_nothing():
     line = LinearFit(2, decay=0.9)
     for n, s in [(100, 0.10), (200, 0.30), (300, 0.50)]:  # a line through (50, 0)

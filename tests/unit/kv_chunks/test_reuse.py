@@ -79,6 +79,13 @@ def test_nothing_is_known_until_a_chunk_is_used(still):
     assert curve.points(4 * MIB)[-1][1] > 0
 
 
+def test_nothing_is_known_as_long_as_a_chunk_costs_nothing(still):
+    curve, context = ReuseCurve(), chunks(1)
+    curve.wanted(keys(context), 0.0, 0.0)
+    use(curve, context)
+    assert curve.points(4 * MIB) == ((0, 0.0),)
+
+
 def test_the_context_that_runs_saves_its_own_bytes(still):
     curve, context = ReuseCurve(), chunks(1)
     use(curve, context)
