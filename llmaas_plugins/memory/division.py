@@ -41,7 +41,8 @@ def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
     """Return the bytes for each claim, together at most ``n_bytes``, to within a step for each.
 
     A claim keeps its least bytes, and all that it has if nothing is known of it; where that is too
-    much, such claims shrink alike. Memory that is known to save no time goes to whom it saves some,
+    much, such claims shrink alike. They are not told to grow, as that would be a limit: they take
+    what they need until something is known. Memory that is known to save no time goes to whom it saves some,
     and otherwise stays where it is. If there is more, the first claims get it. A claim whose memory
     would change by less than a step keeps what it has.
     """
@@ -72,7 +73,7 @@ def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
             n_left -= more
     sizes = [min(n * STEP, claim.most) for n, claim in zip(given, claims, strict=True)]
     return [
-        claim.held if abs(size - claim.held) < STEP else size
+        size if _is_worth_telling(claim, size) else claim.held
         for size, claim in zip(sizes, claims, strict=True)
     ]
 
@@ -88,6 +89,10 @@ def values(claim: MemoryClaim) -> Values:
     n = min(claim.held // STEP, len(curve) - 1)
     each_mib = STEP >> 20
     return Values(_best(curve[n::-1], sign=-1)[0] / each_mib, _best(curve[n:])[0] / each_mib)
+
+
+def _is_worth_telling(claim: MemoryClaim, size: int) -> bool:
+    return abs(size - claim.held) >= STEP and (claim.is_known or size < claim.held)
 
 
 def _steps(claim: MemoryClaim, n_bytes: int) -> int:
