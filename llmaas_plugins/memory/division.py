@@ -42,9 +42,9 @@ def divide(n_bytes: int, claims: Sequence[MemoryClaim]) -> list[int]:
 
     A claim keeps its least bytes, and all that it has if nothing is known of it; where that is too
     much, such claims shrink alike. They are not told to grow, as that would be a limit: they take
-    what they need until something is known. Memory that is known to save no time goes to whom it saves some,
-    and otherwise stays where it is. If there is more, the first claims get it. A claim whose memory
-    would change by less than a step keeps what it has.
+    what they need until something is known. Memory that is known to save no time goes to whom it
+    saves some, and otherwise stays where it is. If there is more, the first claims get it. A claim
+    whose memory would change by less than a step keeps what it has.
     """
     n_left = max(0, n_bytes) // STEP
     curves = [_curve(claim, n_bytes) for claim in claims]
