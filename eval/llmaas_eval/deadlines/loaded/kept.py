@@ -14,6 +14,7 @@ TABLES: Mapping[str, Maker] = {
     for name in ("deadlines-loaded", "deadlines-rates", "deadlines-quality")
 } | {
     "deadlines-loaded-1b": report.TABLES["deadlines-loaded"],
+    "deadlines-cold": report.TABLES["deadlines-loaded"],
     "deadlines-loaded-cold": report.TABLES["deadlines-loaded"],
     "deadlines-quality-tuned": report.TABLES["deadlines-quality"],
     "deadlines-quality-cold": report.TABLES["deadlines-quality"],
