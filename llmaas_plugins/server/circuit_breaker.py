@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-__all__ = ["CircuitBreaker"]
+__all__ = ["Attempt", "CircuitBreaker"]
 
 _FIRST_WAIT_S = 5.0
 _LONGEST_WAIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attempt:
+    """Attempt at the service.
+
+    Attributes:
+        n_waits: Number of waits that had begun before it.
+    """
+
+    n_waits: int
 
 
 class CircuitBreaker:
@@ -21,7 +33,8 @@ class CircuitBreaker:
         """Expect a service that works; ``clock`` returns seconds."""
         self._clock = clock
         self._wait_s = self._until_s = 0.0
-        self._is_probing = False
+        self._n_waits = 0
+        self._probe: Attempt | None = None
 
     @property
     def left_s(self) -> float:
@@ -31,29 +44,33 @@ class CircuitBreaker:
     @property
     def is_open(self) -> bool:
         """Whether the service has to be left alone now."""
-        return self._wait_s > 0 and (self._is_probing or self.left_s > 0)
+        return self._wait_s > 0 and (self._probe is not None or self.left_s > 0)
 
-    def begin(self) -> bool:
-        """Return whether an attempt may begin.
+    def begin(self) -> Attempt | None:
+        """Begin an attempt; return None if the service has to be left alone.
 
-        If so, call ``worked``, ``failed`` or ``gave_up`` at its end.
+        Call ``worked``, ``failed`` or ``gave_up`` at the attempt's end.
         """
         if self.is_open:
-            return False
-        self._is_probing = self._wait_s > 0
-        return True
+            return None
+        attempt = Attempt(self._n_waits)
+        if self._wait_s > 0:
+            self._probe = attempt
+        return attempt
 
     def worked(self) -> None:
         """Record a success: end the waits."""
-        self._wait_s, self._is_probing = 0.0, False
+        self._wait_s, self._probe = 0.0, None
 
-    def failed(self) -> None:
+    def failed(self, attempt: Attempt) -> None:
         """Record a failure: begin the next wait, unless one began since the attempt did."""
-        if self.left_s == 0:
+        if attempt.n_waits == self._n_waits:
+            self._n_waits += 1
             self._wait_s = min(2 * self._wait_s or _FIRST_WAIT_S, _LONGEST_WAIT_S)
             self._until_s = self._clock() + self._wait_s
-        self._is_probing = False
+        self.gave_up(attempt)
 
-    def gave_up(self) -> None:
+    def gave_up(self, attempt: Attempt) -> None:
         """Record an attempt that tells nothing about the service, because its client left."""
-        self._is_probing = False
+        if attempt is self._probe:
+            self._probe = None

@@ -20,7 +20,7 @@ from llmaas_plugins.chats.exports import Message as Said
 from llmaas_plugins.cloud_config import CloudApp, CloudConfig
 from llmaas_plugins.failure_log import FailureLog
 from llmaas_plugins.server.body_values import parsed
-from llmaas_plugins.server.circuit_breaker import CircuitBreaker
+from llmaas_plugins.server.circuit_breaker import Attempt, CircuitBreaker
 from llmaas_plugins.server.cloud_answers import StreamedAnswer, WholeAnswer
 from llmaas_plugins.server.cloud_client import CloudClient, CloudError
 from llmaas_plugins.server.exchange import Answer, Message, header
@@ -119,7 +119,8 @@ class Gateway:
         asked = await run_in_threadpool(self._asked, route, app, body)
         if asked is None:
             return self._stays(answer, "local_only")
-        if not self._breaker.begin():
+        attempt = self._breaker.begin()
+        if attempt is None:
             return self._stays(answer, "left_alone")
         self.counts["asked"] += 1
         keeps = bool(asked.question)
@@ -127,9 +128,9 @@ class Gateway:
         try:
             await self._relay(_PATHS[route], asked, relay, answer)
         except CloudError as error:
-            return self._failed(error, answer)
+            return self._failed(error, attempt, answer)
         except BaseException:
-            self._breaker.gave_up()
+            self._breaker.gave_up(attempt)
             raise
         finally:
             if relay.text.strip():
@@ -188,7 +189,7 @@ class Gateway:
                 await answer.send(message)
         await answer.flush()
 
-    def _failed(self, error: CloudError, answer: Answer) -> bool:
+    def _failed(self, error: CloudError, attempt: Attempt, answer: Answer) -> bool:
         """Note that the cloud failed; return False.
 
         Raises:
@@ -198,7 +199,7 @@ class Gateway:
             self._breaker.worked()
             self._say_refused(str(error))
             return self._stays(answer, "refused")
-        self._breaker.failed()
+        self._breaker.failed(attempt)
         self._failures.failed("the cloud fails, so requests are answered locally: %s", error)
         if not answer.has_begun:
             return self._stays(answer, "failed")

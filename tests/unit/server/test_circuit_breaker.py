@@ -28,53 +28,75 @@ def breaker(clock):
 
 
 def wait(breaker):
-    """Return the seconds until the next attempt, and begin that one."""
+    """Wait for the next attempt; return the seconds until then, and the attempt."""
     left_s = breaker.left_s
     breaker._clock.now_s += left_s - 0.001
     assert breaker.is_open
-    assert not breaker.begin()
+    assert breaker.begin() is None
     breaker._clock.now_s += 0.002
-    assert breaker.begin()
-    return round(left_s)
+    attempt = breaker.begin()
+    assert attempt is not None
+    return round(left_s), attempt
 
 
 def test_waits_double_up_to_five_minutes(breaker):
-    assert breaker.begin()
+    attempt = breaker.begin()
     waits = []
     for _ in range(9):
-        breaker.failed()
-        waits.append(wait(breaker))
+        breaker.failed(attempt)
+        wait_s, attempt = wait(breaker)
+        waits.append(wait_s)
     assert waits == [5, 10, 20, 40, 80, 160, 300, 300, 300]
     breaker.worked()
     assert (breaker.left_s, breaker.is_open) == (0, False)
-    breaker.failed()
-    assert wait(breaker) == 5
+    breaker.failed(breaker.begin())
+    assert wait(breaker)[0] == 5
 
 
 def test_one_attempt_probes(breaker):
-    breaker.failed()
-    wait(breaker)
+    breaker.failed(breaker.begin())
+    _, attempt = wait(breaker)
     assert breaker.is_open
-    assert not breaker.begin()
-    breaker.gave_up()  # it tells nothing, so the next one probes
-    assert breaker.begin()
+    assert breaker.begin() is None
+    breaker.gave_up(attempt)  # it tells nothing, so the next one probes
+    assert breaker.begin() is not None
     breaker.worked()
-    assert breaker.begin()
-    assert breaker.begin()
+    assert breaker.begin() is not None
+    assert breaker.begin() is not None
+
+
+@pytest.mark.parametrize("end", [CircuitBreaker.failed, CircuitBreaker.gave_up])
+def test_one_attempt_probes_while_earlier_ones_end(breaker, end):
+    first, late = breaker.begin(), breaker.begin()
+    breaker.failed(first)
+    _, probe = wait(breaker)
+    end(breaker, late)
+    assert breaker.is_open
+    assert breaker.begin() is None
+    breaker.failed(probe)
+    assert wait(breaker)[0] == 10
 
 
 def test_attempts_that_fail_together_count_once(breaker, clock):
-    assert all(breaker.begin() for _ in range(8))
-    for _ in range(8):
-        breaker.failed()
+    attempts = [breaker.begin() for _ in range(8)]
+    for attempt in attempts:
+        breaker.failed(attempt)
         clock.now_s += 0.1
     assert round(breaker.left_s, 1) == 4.2
 
 
+def test_an_attempt_that_fails_after_the_wait_does_not_begin_another(breaker, clock):
+    first, late = breaker.begin(), breaker.begin()
+    breaker.failed(first)
+    clock.now_s += 6
+    breaker.failed(late)
+    assert breaker.begin() is not None
+
+
 def test_a_late_success_ends_the_wait(breaker):
-    assert breaker.begin()
-    assert breaker.begin()
-    breaker.failed()
-    assert not breaker.begin()
+    first = breaker.begin()
+    assert breaker.begin() is not None
+    breaker.failed(first)
+    assert breaker.begin() is None
     breaker.worked()
-    assert breaker.begin()
+    assert breaker.begin() is not None
