@@ -11,7 +11,7 @@ import numpy as np
 from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
-from llmaas_hooks import Tokens
+from llmaas_hooks import LlmaasError, Tokens
 
 __all__ = ["Fact", "Vocabulary", "vocabulary_of"]
 
@@ -167,15 +167,22 @@ class Vocabulary:
         return buffer.raw[: max(n, 0)]
 
 
-_vocabularies: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
+_vocabularies: WeakKeyDictionary[Any, tuple[Any, Vocabulary]] = WeakKeyDictionary()
 
 
 def vocabulary_of(llama: Any) -> Vocabulary:
-    """Return the vocabulary of a ``llama_cpp.Llama``; the same one as long as it exists."""
-    found = _vocabularies.get(llama)
-    if found is None:
-        vocab = llama_cpp.llama_model_get_vocab(llama.model)
-        found = _vocabularies[llama] = Vocabulary(vocab)
+    """Return the vocabulary of a ``llama_cpp.Llama``; the same one as long as its model is loaded.
+
+    Raises:
+        LlmaasError: The object was closed.
+    """
+    model = llama.model
+    if model is None:
+        raise LlmaasError("the Llama object was closed, so its model has no vocabulary any more")
+    known, found = _vocabularies.get(llama, (None, None))
+    if found is None or known is not model:  # each load has a handle, even at an earlier address
+        found = Vocabulary(llama_cpp.llama_model_get_vocab(model))
+        _vocabularies[llama] = model, found
     return found
 
 

@@ -7,8 +7,10 @@ import contextlib
 import numpy as np
 import pytest
 from gguf import TokenType
+from llama_cpp import Llama
 from vocabularies import byte_tokens, opened_vocabulary
 
+from llmaas_hooks import LlmaasError
 from llmaas_plugins.short_prompts.vocabulary import vocabulary_of
 from llmaas_plugins.short_prompts.words import divide
 
@@ -171,3 +173,18 @@ def test_tokens_are_read_once(llama, monkeypatch):
     first = divide(tokens, vocabulary)
     monkeypatch.setattr(vocabulary, "_learn", lambda _token: pytest.fail("read again"))
     assert divide(tokens, vocabulary).texts == first.texts
+
+
+def test_a_vocabulary_is_that_of_the_model_that_is_loaded(tmp_path):
+    """The same object, and maybe the same address, may have another model later."""
+    settings = {"vocab_only": True, "verbose": False}
+    paths = [tmp_path / f"{n}.gguf" for n in (8, 16)]
+    for path, n in zip(paths, (8, 16), strict=True):
+        opened_vocabulary(path, "no_vocab", [], [], vocab_size=n).close()
+    with contextlib.closing(Llama(str(paths[0]), **settings)) as llama:
+        assert vocabulary_of(llama).n_tokens == 8
+        llama.close()
+        with pytest.raises(LlmaasError, match="was closed"):
+            vocabulary_of(llama)
+        llama.__init__(str(paths[1]), **settings)
+        assert vocabulary_of(llama).n_tokens == 16
