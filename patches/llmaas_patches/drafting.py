@@ -20,7 +20,7 @@ from llama_cpp.llama_speculative import LlamaDraftModel
 from numpy.ctypeslib import as_array
 from numpy.typing import NDArray
 
-from llmaas_hooks import Drafter, PluginError, Proposal, Request
+from llmaas_hooks import Drafter, LlmaasError, PluginError, Proposal, Request
 from llmaas_hooks.drafts import Pick
 from llmaas_patches.engine import LlamaEngine
 from llmaas_patches.host import Host
@@ -63,6 +63,7 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         self._host, self._engine, self._times = host, engine, times
         self._drafters: dict[str, Drafter] = {}
         self._most = 0
+        self._is_detached = False
 
     def offer(self, drafters: Mapping[str, Drafter]) -> None:
         """Add drafters, by plugin."""
@@ -75,6 +76,7 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
 
     def attach(self) -> None:
         """Make this the engine's draft model, unless there is none to ask or another one."""
+        self._is_detached = False
         llama = self._engine.llama
         if self._drafters and llama.draft_model is None:
             self._engine.keep_rows(_may_propose(llama, self._most))
@@ -82,6 +84,7 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
 
     def detach(self) -> None:
         """Leave the engine without a draft model."""
+        self._is_detached = True
         if self._engine.is_alive and self._engine.llama.draft_model is self:
             self._engine.llama.draft_model = None
 
@@ -91,7 +94,11 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
             self._times.add(self._host.level(self._engine.ctx), n_tokens, seconds)
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
-        """Return the best draft to follow ``input_ids``; none if none pays, or one fails."""
+        """Return the best draft to follow ``input_ids``; none if none pays, or one fails.
+
+        Raises:
+            LlmaasError: Another thread began a request on the engine meanwhile.
+        """
         engine = self._engine
         llama = engine.llama
         room = min(llama.n_ctx(), len(llama.input_ids)) - len(input_ids)
@@ -105,6 +112,11 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
         try:
             return self._checked(best.make()[:room])
         except Exception as error:
+            if self._is_taken:
+                raise LlmaasError(
+                    "another request began on this Llama while one was being served: a Llama "
+                    "serves one request at a time, so let threads take turns"
+                ) from error
             self._failed(plugin, error)
             return _NO_TOKENS
 
@@ -122,11 +134,16 @@ class Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]
                 return self._say(batch, int(llama.input_ids[n_past]), n_past, most, pick)
             finally:
                 llama_cpp.llama_batch_free(batch)
-                llama_cpp.llama_memory_seq_rm(
-                    llama_cpp.llama_get_memory(engine.ctx), _APP, n_past, -1
-                )
+                if not self._is_taken:  # else the cells are another request's
+                    memory = llama_cpp.llama_get_memory(engine.ctx)
+                    llama_cpp.llama_memory_seq_rm(memory, _APP, n_past, -1)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _is_taken(self) -> bool:
+        """Whether a thread that did not wait began another request on the engine meanwhile."""
+        return self._is_detached and self._engine.is_alive
 
     def _proposals(self, tokens: NDArray[np.int32]) -> dict[str, Proposal]:
         seconds, found = self._times.seconds(self._host.level(self._engine.ctx)), {}
