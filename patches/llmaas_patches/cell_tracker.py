@@ -161,6 +161,11 @@ class CellTracker:
         if self.seats is not None and self.seats.seated is None and not self.is_lent:
             self.seats.vacate()
 
+    def give_up_seats(self) -> None:
+        """Let sequence 0 have the cells of the app's own request, before a call that names it."""
+        if self.seats is not None:
+            self.seats.give_up()
+
     def forget_aside(self, end: Aside) -> None:
         """Forget a request that is over, if it still lies aside."""
         if end in self.aside:

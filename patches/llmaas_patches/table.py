@@ -17,9 +17,11 @@ from llmaas_patches.wrappers.cells import (
     wrap_changing,
     wrap_eval,
     wrap_load_state,
+    wrap_replacing,
     wrap_reset,
     wrap_save_state,
     wrap_settled,
+    wrap_shown,
     wrap_whole,
 )
 from llmaas_patches.wrappers.computation import wrap_training, wrap_warmup
@@ -52,11 +54,15 @@ Wrap = Callable[[Host, Callable[..., Any]], Callable[..., Any]]
 
 _BINDINGS = "llama_cpp.llama_cpp"
 
-# Calls that read a sequence's cells. They wait for deferred work, so that an app never sees a
-# plugin's scratch sequence or a half-copied state.
+# Calls that ask which positions a sequence has. They wait for deferred work.
 _SETTLED: dict[str, tuple[str, ...]] = {
     "llama_memory_seq_pos_min": ("mem",),
     "llama_memory_seq_pos_max": ("mem",),
+}
+
+# Calls that read a sequence's cells. They wait for deferred work, so that an app never sees a
+# plugin's scratch sequence or a half-copied state.
+_SHOWN: dict[str, tuple[str, ...]] = {
     "llama_state_seq_get_size": ("ctx",),
     "llama_state_seq_get_data": ("ctx",),
     "llama_state_seq_save_file": ("ctx",),
@@ -112,10 +118,6 @@ _CHANGING: dict[str, tuple[tuple[str, ...], Change, Around]] = {
     "llama_memory_seq_keep": (("mem", "seq_id"), _keep, around_keep),
     "llama_memory_seq_add": (("mem", "seq_id", "p0"), _range, around_everything),
     "llama_memory_seq_div": (("mem", "seq_id", "p0"), _range, around_everything),
-    "llama_state_set_data": (("ctx",), _everything, around_everything),
-    "llama_set_state_data": (("ctx",), _everything, around_everything),
-    "llama_state_load_file": (("ctx",), _everything, around_everything),
-    "llama_load_session_file": (("ctx",), _everything, around_everything),
     "llama_state_seq_set_data": (
         ("ctx", "src", "size", "dest_seq_id"),
         _load,
@@ -131,6 +133,14 @@ _CHANGING: dict[str, tuple[tuple[str, ...], Change, Around]] = {
         _load_file,
         around_load(2),
     ),
+}
+
+# Calls that replace all cells.
+_REPLACING: dict[str, tuple[str, ...]] = {
+    "llama_state_set_data": ("ctx",),
+    "llama_set_state_data": ("ctx",),
+    "llama_state_load_file": ("ctx",),
+    "llama_load_session_file": ("ctx",),
 }
 
 # Calls that change how a context computes its cells.
@@ -180,6 +190,8 @@ PATCHES: tuple[Patch, ...] = (
         for name, (parameters, change, around) in _CHANGING.items()
     ),
     *(_binding(name, parameters, wrap_whole) for name, parameters in _WHOLE.items()),
+    *(_binding(name, parameters, wrap_shown) for name, parameters in _SHOWN.items()),
+    *(_binding(name, parameters, wrap_replacing) for name, parameters in _REPLACING.items()),
     *(_binding(name, parameters, wrap_altering) for name, parameters in _ALTERING.items()),
     Patch("llama_cpp.llama:Llama.generate", ("self", "tokens"), wrap_generate),
     Patch("llama_cpp.llama:Llama._create_completion", ("self", "prompt"), wrap_create_completion),

@@ -324,28 +324,6 @@ def test_a_new_request_leaves_those_aside_alone(exact):
     a.close()
 
 
-@pytest.mark.parametrize("clears", [True, False])
-@pytest.mark.parametrize("most", [1, N])
-def test_what_an_app_evaluates_before_its_request_leaves_those_aside_alone(exact, clears, most):
-    """As handlers of chats with images do."""
-    n_times = 0
-
-    def evaluate():
-        nonlocal n_times
-        n_times += 1
-        if n_times <= most:
-            exact.llama.reset()
-            if clears:
-                exact.llama._ctx.kv_cache_clear()
-            exact.llama.eval([9] * (len(PROMPTS["a"]) + 30))
-
-    exact.before_b = evaluate
-    alone = {app: exact.alone(app, N)[0] for app in PROMPTS}
-    a = exact.both(N)
-    assert {app: alone[app][: len(found)] for app, found in exact.sampled.items()} == exact.sampled
-    exact.end(a)
-
-
 def test_the_app_sees_only_its_own_request(exact):
     a = check(exact)
     llama = exact.llama

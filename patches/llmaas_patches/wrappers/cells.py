@@ -10,7 +10,7 @@ from typing import Any
 
 from llama_cpp import Llama, LlamaState
 
-from llmaas_hooks import request_scope
+from llmaas_hooks import LlmaasError, request_scope
 from llmaas_patches.cell_tracker import CellTracker, address
 from llmaas_patches.drafting import Drafting
 from llmaas_patches.host import Host
@@ -24,9 +24,11 @@ __all__ = [
     "wrap_changing",
     "wrap_eval",
     "wrap_load_state",
+    "wrap_replacing",
     "wrap_reset",
     "wrap_save_state",
     "wrap_settled",
+    "wrap_shown",
     "wrap_whole",
 ]
 
@@ -66,14 +68,63 @@ def wrap_altering(host: Host, original: Function) -> Function:
 
 
 def wrap_whole(host: Host, original: Function) -> Function:
-    """Wrap a call that reads all of a context's cells: wait for deferred work first."""
-    return _noted(host, original, lambda *_: None, around_everything)
+    """Wrap a call that reads all of a context's cells: wait for deferred work first.
+
+    It is refused while other requests lie aside in some of the cells, as by ``wrap_replacing``.
+    """
+    return _refused_aside(host, _noted(host, original, lambda *_: None, around_everything))
+
+
+def wrap_replacing(host: Host, original: Function) -> Function:
+    """Wrap a call that replaces all of a context's cells: wait for deferred work first."""
+    return _refused_aside(
+        host, _noted(host, original, lambda tracker, _: tracker.changed(0), around_everything)
+    )
+
+
+def wrap_shown(host: Host, original: Function) -> Function:
+    """Wrap a call that reads the cells of a sequence: wait for deferred work first.
+
+    Sequence 0 then has the cells of the app's own request.
+    """
+    return _noted(host, original, lambda *_: None, _around_own)
 
 
 def around_everything(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
     """Handle a call that shows or replaces all cells: remove plugins' sequences first."""
     tracker.give_up_parked()
+    return _around_own(tracker, original, args)
+
+
+def _around_own(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
+    tracker.give_up_seats()
     return original(*args)
+
+
+def _refused_aside(host: Host, wrapped: Function) -> Function:
+    @functools.wraps(wrapped)
+    def refused_aside(handle: Any, *args: Any) -> Any:
+        _require_none_aside(host, handle, wrapped.__name__)
+        return wrapped(handle, *args)
+
+    return refused_aside
+
+
+def _require_none_aside(host: Host, ctx: Any, call: str) -> None:
+    """Refuse a call on all cells of a context while requests lie aside in some of them.
+
+    Raises:
+        LlmaasError: There are such requests.
+    """
+    tracker = host.trackers.get(address(ctx))
+    if tracker is None or tracker.seats is None:
+        return
+    host.leave_seats(tracker.handles[0])
+    if n := len(tracker.aside):
+        raise LlmaasError(
+            f"{call} would show or replace the cells of other requests: {n} of this engine "
+            f"{'lies' if n == 1 else 'lie'} aside; call it when they have ended"
+        )
 
 
 def _noted(
@@ -168,6 +219,7 @@ def wrap_save_state(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def save_state(self: Llama) -> LlamaState:
+        _require_none_aside(host, self.ctx, "Llama.save_state")
         state = original(self)
         tracker = host.trackers.get(address(self.ctx))
         if tracker is not None:
@@ -182,6 +234,7 @@ def wrap_load_state(host: Host, original: Function) -> Function:
 
     @functools.wraps(original)
     def load_state(self: Llama, state: LlamaState) -> None:
+        _require_none_aside(host, self.ctx, "Llama.load_state")
         tracker = host.trackers.get(address(self.ctx))
         if tracker is not None:
             tracker.end_paused()

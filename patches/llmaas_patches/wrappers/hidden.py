@@ -75,6 +75,7 @@ def around_load(place: int) -> Around:
 
     def around(tracker: CellTracker, original: Function, args: tuple[Any, ...]) -> Any:
         tracker.give_up_own()
+        tracker.give_up_seats()
         return named(tracker, original, args)
 
     return around
