@@ -20,11 +20,12 @@ class Seen(NamedTuple):
 
     Attributes:
         stalled_ns: Time that computing waited for weights.
-        n_batches: Number of batches, each of which passes through all weights.
+        n_passes: Number of passes through the weights, also those of contexts that plugins made
+            for themselves.
     """
 
     stalled_ns: int = 0
-    n_batches: int = 0
+    n_passes: int = 0
 
 
 class WeightSavings:
@@ -44,7 +45,7 @@ class WeightSavings:
 
     def saw(self, before: Seen, now: Seen, n_bytes: int, kept: int) -> None:
         """Record what a model of ``n_bytes`` did while it kept ``kept`` of them."""
-        n_passes = now.n_batches - before.n_batches
+        n_passes = now.n_passes - before.n_passes
         if n_passes <= 0:
             return
         self._is_known = True

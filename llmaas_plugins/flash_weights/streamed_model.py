@@ -44,7 +44,7 @@ class StreamedModel:
     untouched: int = 0
     n_batches: int = 0
     n_tokens: int = 0
-    _told: Seen = field(default_factory=Seen)
+    _told: Seen | None = None  # before that, another context of the model may have computed
 
     @property
     def weights(self) -> FileWeights:
@@ -65,8 +65,10 @@ class StreamedModel:
         """Refresh the figures of the weights, and the untouched bytes of the contexts."""
         with contextlib.suppress(ReferenceError):  # the garbage collector freed a context meanwhile
             self.seen = self.weights.stats()
-            seen = Seen(self.seen["stalled_ns"], self.n_batches)
-            self.savings.saw(self._told, seen, self.seen["bytes"], self.seen["kept_bytes"])
+            seen = Seen(self.seen["stalled_ns"], self.seen["passes"])
+            if self._told is not None:
+                n_bytes, kept = self.seen["bytes"], self.seen["kept_bytes"]
+                self.savings.saw(self._told, seen, n_bytes, kept)
             self._told = seen
             self.untouched = sum(
                 untouched_bytes(context)

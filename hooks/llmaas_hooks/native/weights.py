@@ -201,6 +201,7 @@ class FileWeights(Protocol):
 
         Totals so far:
 
+        - ``passes``: graphs that were computed, each of which passes through the weights.
         - ``read_bytes``: bytes read from files.
         - ``wasted_bytes``: the part of ``read_bytes`` that was read ahead in vain.
         - ``stalled_ns``: nanoseconds for which batches waited for reads.

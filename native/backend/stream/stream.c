@@ -12,6 +12,7 @@ struct llmaas_stream {
     llmaas_arena *       arena;
     llmaas_memory_budget budget; /* has the pieces, experts and channels */
     bool                 is_stale; /* the budget changed and must be applied */
+    uint64_t             n_passes; /* graphs that were begun */
 };
 
 /* -- creation and destruction ------------------------------------------------------------------------------------ */
@@ -149,7 +150,7 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
     *stats = (llmaas_stream_stats) {
         .n_bytes = pieces.n_bytes, .n_kept = pieces.n_kept, .n_arena = arena.n_bytes, .n_read = arena.n_read,
         .n_wasted = arena.n_wasted, .stalled_ns = arena.stalled_ns, .n_room = llmaas_memory_budget_of_pieces(&stream->budget), .n_first = pieces.n_first,
-        .n_first_kept = pieces.n_first_kept};
+        .n_first_kept = pieces.n_first_kept, .n_passes = stream->n_passes};
     if (stream->budget.experts) {
         const llmaas_expert_stats experts = llmaas_experts_read_stats(stream->budget.experts);
         add_experts(stats, &experts);
@@ -170,6 +171,7 @@ bool llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n
         return false;
     }
     stream->lock.is_computing = true;
+    stream->n_passes++;
     if (n_more != 0) {
         llmaas_memory_budget_reduce(&stream->budget, n_more);
         stream->is_stale = true;

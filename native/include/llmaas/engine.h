@@ -127,6 +127,7 @@ typedef struct llmaas_stream_stats {
     uint64_t n_room;          /* bytes of the weights that may be kept without experts and channels */
     uint64_t n_first, n_first_kept; /* bytes of memory for what is kept before everything else, and those that it
                                      * holds now */
+    uint64_t n_passes;        /* graphs so far, each of which passes through the weights */
 } llmaas_stream_stats;
 /* Fill in the statistics; all 0 if no weights are in files or `weights` is NULL. */
 LLMAAS_API void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);

@@ -87,6 +87,7 @@ class Weights:
             "channel_hits": stats.n_channel_hits,
             "channel_misses": stats.n_channel_misses,
             "channel_preloads": stats.n_channel_preloads,
+            "passes": stats.n_passes,
         }
 
     def add_operand(self, path: str, stamp: FileStamp, operand: ChannelOperand) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from llmaas_plugins.flash_weights.savings import Seen, WeightSavings
+from llmaas_plugins.flash_weights.streamed_model import StreamedModel
 from llmaas_plugins.memory.recent import TIME_S
 
 MIB = 1 << 20
@@ -75,3 +78,40 @@ def test_a_level_that_is_kept_first_is_no_part_of_the_claim(savings):
     weights, needed, _ = savings.claims([SEEN], 0, print)
     assert (weights.held, weights.most) == (80 * MIB, 310 * MIB)
     assert needed.held == 15 * MIB  # all together 95, beside the 60 of the level
+
+
+@pytest.fixture
+def streamed(savings):
+    """Return a streamed model whose figures the test sets."""
+    stats = SEEN | {"stalled_ns": 0, "passes": 0}
+    context = SimpleNamespace(
+        file_weights=lambda: SimpleNamespace(stats=stats.copy),
+        cells=lambda: SimpleNamespace(n=0),
+        untouched_bytes=lambda: 0,
+    )
+    return StreamedModel(savings, {1: context}), stats
+
+
+def test_waits_in_contexts_of_plugins_make_no_pass_of_the_app_worth_more(
+    streamed, savings, monkeypatch
+):
+    """As where a plugin scores the words of prompts."""
+    model, stats = streamed
+    model.look()
+    model.n_batches = 10  # of the app
+    stats |= {"stalled_ns": 4_000_000_000, "passes": 40}
+    model.look()
+    assert savings.saved_s(400 * MIB) * MIB == pytest.approx(4 / 250 / TIME_S)
+    later = 1.0 + 20 * TIME_S  # when nothing of that counts any more
+    monkeypatch.setattr("llmaas_plugins.memory.recent.time.monotonic", lambda: later)
+    model.n_batches += 10
+    stats |= {"passes": 50, "kept_bytes": 400 * MIB}  # nothing waits, so the wait is remembered
+    model.look()
+    assert savings.saved_s(400 * MIB) * MIB == pytest.approx(10 * 4 / 40 / 250 / TIME_S)
+
+
+def test_what_a_model_did_in_earlier_contexts_is_not_counted_again(streamed, savings):
+    model, stats = streamed
+    stats |= {"stalled_ns": 4_000_000_000, "passes": 40}
+    model.look()
+    assert not savings.claims([SEEN], 0, print)[0].is_known
