@@ -206,10 +206,10 @@ class KVChunks:
 
     @hookimpl
     def llmaas_prefill(self, step: DecodeStep) -> None:
-        """Measure what recomputing tokens costs."""
-        self._counters.evaluated(step.n_tokens, step.seconds)
+        """Measure what recomputing a prompt's tokens costs, not what a plugin evaluates beside."""
         transfer = self._transfers_by_ctx.get(step.ctx)
         if transfer is not None:
+            self._counters.evaluated(step.n_tokens, step.seconds)
             transfer.evaluated(step.n_tokens, step.seconds)
 
     @hookimpl

@@ -18,6 +18,7 @@ from numpy.ctypeslib import as_array
 
 from llmaas_hooks import HiddenStates, LlmaasError, NativeContext, Tokens
 from llmaas_hooks.native import States
+from llmaas_hooks.own_models import own_contexts
 from llmaas_plugins._native import logits_peek
 from llmaas_plugins.knn_lm.archive.pairs import Pairs
 from llmaas_plugins.model.identity import load_of, may_have_long_factors, rope_switch
@@ -82,7 +83,8 @@ class Encoder:
         self._n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
         self._n_batch = max(1, min(n_batch, _MOST_LOGITS_BYTES // (4 * self._n_vocab)))
         params = _params(llama, self._n_batch, n_threads)
-        ctx = llama_cpp.llama_init_from_model(llama.model, params)
+        with own_contexts():  # it serves no requests, so nobody adds cells to it
+            ctx = llama_cpp.llama_init_from_model(llama.model, params)
         if ctx is None:
             raise LlmaasError(
                 f"no memory for a context of {params.n_ctx} tokens to encode conversations in. "

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from datastores import CONVERSATIONS, ENGINE, QUESTIONS, filling
+from datastores import CONVERSATIONS, ENGINE, QUESTIONS, Natives, filling
 from llama_cpp import Llama
 from served import wait_until
 
@@ -20,6 +20,7 @@ from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import INBOX, ONLINE, SELECTED
 from llmaas_plugins.knn_lm.build import learner as learning_module
 from llmaas_plugins.knn_lm.build.archive_source import SelectionParams
+from llmaas_plugins.knn_lm.build.encoder import Encoder
 from llmaas_plugins.knn_lm.build.forget import forget_all
 from llmaas_plugins.knn_lm.build.inbox import (
     erase_learned,
@@ -28,7 +29,7 @@ from llmaas_plugins.knn_lm.build.inbox import (
     remember,
     waiting_files,
 )
-from llmaas_plugins.knn_lm.build.ingest import add_conversations
+from llmaas_plugins.knn_lm.build.ingest import add_conversations, tokens_of
 from llmaas_plugins.knn_lm.build.update_datastore import is_update_due, update_datastore
 
 CHATS = [
@@ -134,6 +135,26 @@ def test_only_a_model_whose_files_are_known_is_learned_with(tmp_path, reference_
         leave(tmp_path, CONVERSATIONS[:1])
         wait_until(lambda: not waiting_files(tmp_path))
         assert used == {llama}
+
+
+def test_what_is_learned_is_no_prompt_and_needs_no_cells_of_parked_contexts(
+    tmp_path, reference_model
+):
+    natives = Natives()
+    kv_chunks = {"store": str(tmp_path / "kv"), "parked_tokens": 256}
+    config = {"on_error": "raise", "plugins": {"kv_chunks": kv_chunks}}
+    with (
+        activate(config, {"natives": natives}) as suite,
+        contextlib.closing(Llama(str(reference_model), **ENGINE)) as llama,
+    ):
+        ask(llama)
+        before = suite.status()["plugins"]["kv_chunks"]["evaluated_tokens"]
+        with Encoder(llama, natives.by_ctx, "ffn_input", n_batch=32) as encoder:
+            encoder.encode(tokens_of(llama, CONVERSATIONS[0]))
+            (ctx,) = natives.by_ctx.keys() - {int(llama.ctx)}
+            n_cells = natives.by_ctx[ctx].cells().n
+        assert suite.status()["plugins"]["kv_chunks"]["evaluated_tokens"] == before > 0
+    assert n_cells == ENGINE["n_ctx"]
 
 
 def test_nothing_is_learned_unless_it_is_asked_for(tmp_path, reference_model):
