@@ -49,7 +49,8 @@ class KVChunksConfig(BaseModel):
         ge=0,
         le=1 << 24,
         description="Most tokens of inactive contexts that stay in the engine's cells, in steps of "
-        "256. Switching to such a context is fastest, but it takes the most memory. If unset, "
+        "256. Switching to such a context is fastest, but it takes the most memory. Attention is "
+        "then added up in another order, which may move logits a little with any codec. If unset, "
         "none; with `memory.budget`, three contexts of the engine's size, if they fit and the "
         "codec is not lossless.",
     )

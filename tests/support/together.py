@@ -119,6 +119,10 @@ def changes(combination):
     | `knn_lm` mixing | its own; at levels below 1, the model's |
 
     ``is_exact`` says whether that holds in contexts that `kv_chunks` restores.
+
+    Behind parked cells, attention is added up in another order, which may move logits a little
+    (docs/reference/limitations.md). The texts are equal because no two tokens here are nearly as
+    likely.
     """
     found = {}
     if combination.get("flash_weights") == "sparse":
