@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.setup.improver import found_improver, improver_lock, set_improver
 from llmaas_plugins.cli.setup.processes import begun
-from llmaas_plugins.cli.setup.running import PROCESS, Run
+from llmaas_plugins.cli.setup.running import Run
 from llmaas_plugins.cli.setup.steps import improving_steps
-from llmaas_plugins.files.partial_file import write_bytes
 
 __all__ = ["begin_improving", "improve"]
 
@@ -24,17 +23,25 @@ _LOG = "improve.log"
 
 
 def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Start the work in the background; return its process and log, or None if it is done."""
+    """Start the work in the background; return its process and log, or None if it is done.
+
+    Raises:
+        StoreError: The files for the process cannot be written.
+    """
     if run.is_improved():
         return None
     arguments = ["setup", str(run.job.model), "--improve", "-o", str(run.config)]
     for option, values in (("--chats", run.job.chats), ("--skip", sorted(run.job.skipped))):
         arguments += [option, *map(str, values)] if values else []
     arguments += ["--memory", args.memory] if args.memory else []
-    log, process = run.job.folder / _LOG, _at_work(run)
-    if process is None:
-        process = begun(arguments, log)
-        write_bytes(run.job.folder / PROCESS, str(process).encode())
+    folder = run.job.folder
+    log = folder / _LOG
+    with improver_lock(folder) as lock:
+        if lock is None:  # an earlier run started it
+            process = found_improver(folder)
+        else:
+            process = begun(arguments, log, lock)
+            set_improver(lock, process)
     return {"pid": process, "log": str(log)}
 
 
@@ -54,28 +61,12 @@ def improve(run: Run) -> dict[str, float]:
             f"{run.job.model} is not set up: run `llmaas setup {run.job.model}` first, with the "
             "same options."
         )
-    process = run.job.folder / PROCESS
-    with run.locked():
-        try:
-            write_bytes(process, str(os.getpid()).encode())
-            seconds = run.do(improving_steps(run.job))
-        finally:
-            process.unlink(missing_ok=True)
+    with run.locked(), improver_lock(run.job.folder) as lock:
+        if lock is not None:  # else this process is in the background, and inherited it
+            set_improver(lock, os.getpid())
+        seconds = run.do(improving_steps(run.job))
         try:
             run.write("searched")
         except ConfigError as error:
             run.say(f'{error} Set table = "searched" in [plugins.elastic] to use the new widths.')
     return seconds
-
-
-# -- inside --------------------------------------------------------------------------------------
-
-
-def _at_work(run: Run) -> int | None:
-    """Return the process that an earlier run started, if it is still at work."""
-    try:
-        process = int((run.job.folder / PROCESS).read_text())
-        command = Path(f"/proc/{process}/cmdline").read_bytes()
-    except (OSError, ValueError):
-        return None
-    return process if b"--improve" in command else None  # the number may be another process's

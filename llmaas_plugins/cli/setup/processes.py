@@ -48,8 +48,14 @@ def error_of(done: subprocess.CompletedProcess[str]) -> str:
     return last.removeprefix("llmaas: error: ")
 
 
-def begun(arguments: Sequence[str], log: Path) -> int:
-    """Start a command that outlives this process, at the lowest priority; return its number."""
+def begun(arguments: Sequence[str], log: Path, lock: int) -> int:
+    """Start a command that outlives this process, at the lowest priority; return its number.
+
+    Args:
+        arguments: Arguments of ``llmaas``.
+        log: File for its output.
+        lock: Descriptor of a lock, which the process inherits.
+    """
     with log.open("ab") as file:
         process = subprocess.Popen(  # noqa: S603  our own program
             [*_LLMAAS, *arguments],
@@ -57,6 +63,7 @@ def begun(arguments: Sequence[str], log: Path) -> int:
             stdout=file,
             stderr=file,
             start_new_session=True,
+            pass_fds=(lock,),
         )
     os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST)
     _running.append(process)

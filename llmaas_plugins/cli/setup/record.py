@@ -49,7 +49,7 @@ class _Made(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1]
-    digests: Mapping[str, str | None]
+    digests: Mapping[str, str]
 
 
 class Record:
@@ -86,23 +86,20 @@ class MadeBefore:
         self._digests = {} if found is None else dict(found.digests)
 
     def has(self, path: Path) -> bool:
-        """Return whether a file is as this command wrote it, or left it half-written."""
+        """Return whether a file is as this command wrote it.
+
+        Files appear only when they are complete, so none that an earlier run left is half-written.
+        """
         name = str(path)
-        if name not in self._digests:
-            return False
-        digest = self._digests[name]
-        return digest is None or file_digest(path) == digest
+        return name in self._digests and self._digests[name] == file_digest(path)
 
-    def begin(self, path: Path) -> None:
-        """Note that a file will be written."""
-        self._keep(path, None)
+    def keep(self, path: Path) -> None:
+        """Note the file that this command has written.
 
-    def end(self, path: Path) -> None:
-        """Note that a file was written."""
-        self._keep(path, file_digest(path))
-
-    def _keep(self, path: Path, digest: str | None) -> None:
-        self._digests[str(path)] = digest
+        Raises:
+            StoreError: The file cannot be read, or the list cannot be written.
+        """
+        self._digests[str(path)] = file_digest(path)
         _write(self._path, _Made(version=1, digests=self._digests))
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.cli.progress_folder import progress_folder
 from llmaas_plugins.cli.setup.config_text import Settings, config_text, write_config
+from llmaas_plugins.cli.setup.improver import found_improver
 from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record
 from llmaas_plugins.cli.setup.steps import (
     WITHOUT,
@@ -23,11 +24,9 @@ from llmaas_plugins.cli.setup.steps import (
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.short_prompts.encoder.model_file import find_encoder
+from llmaas_plugins.signals import signals_wait
 
-__all__ = ["PROCESS", "Run"]
-
-PROCESS = "improve.pid"
-"""File with the number of the process that improves the model in the background."""
+__all__ = ["Run"]
 
 
 class Run:
@@ -156,21 +155,19 @@ class Run:
 
     @contextmanager
     def _writing(self, step: Step) -> Iterator[None]:
-        """Note that the prepared file is this command's, if a step writes it."""
-        if step.name not in {"prepare", "search"}:
+        """Note that the prepared file is this command's if a step wrote it, stopped or not."""
+        try:
             yield
-            return
-        made = MadeBefore()
-        made.begin(self.job.made)
-        yield
-        made.end(self.job.made)
+        finally:
+            if step.name in {"prepare", "search"} and self.job.made.exists():
+                with signals_wait():  # otherwise the next run would take the file for the user's
+                    MadeBefore().keep(self.job.made)
 
     def _named(self, error: StoreError) -> StoreError:
         """Name the process that improves the model in the error that it keeps others out."""
-        with suppress(OSError):
-            process = (self.job.folder / PROCESS).read_text().strip()
-            return StoreError(
-                f"{error} Process {process} improves the levels in the background; `kill "
-                f"{process}` stops it, and the next run goes on with it."
-            )
-        return error
+        if (process := found_improver(self.job.folder)) is None:
+            return error
+        return StoreError(
+            f"{error} Process {process} improves the levels in the background; `kill {process}` "
+            "stops it, and the next run goes on with it."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tomllib
 from dataclasses import replace
@@ -15,11 +16,13 @@ from llmaas_eval.families import write_family
 from llmaas_eval.models import finish, open_writer
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.main import main
+from llmaas_plugins.cli.setup import running
 from llmaas_plugins.cli.setup.config_text import Settings, check_ours, config_text, write_config
 from llmaas_plugins.cli.setup.extents import Extents
 from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record, folder_of, key_of
 from llmaas_plugins.cli.setup.steps import Job, improving_steps, steps_of
 from llmaas_plugins.config import load_config
+from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.reference_model import reference_model_path
 from llmaas_plugins.sizes import memory_bytes
 
@@ -212,12 +215,32 @@ def test_files_of_the_command_are_known_until_somebody_changes_them(tmp_path, mo
     folder_of("a" * 64).mkdir(parents=True)
     path = write_family("llama", tmp_path / "made.gguf")
     assert not MadeBefore().has(path)
-    MadeBefore().begin(path)
-    assert MadeBefore().has(path)  # it may be half-written
-    MadeBefore().end(path)
+    MadeBefore().keep(path)
     assert MadeBefore().has(path)
     write_family("llama", path, seed=1)
     assert not MadeBefore().has(path)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_stopped_step_claims_only_the_file_that_it_wrote(tmp_path, monkeypatch, is_written):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = write_family("llama", tmp_path / "model.gguf")
+    job = Job(model, file_digest(model))
+
+    def stopped(_step):
+        if is_written:
+            write_family("llama", job.made, seed=1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "run", stopped)
+    setup = functools.partial(running.Run, job, tmp_path / "llmaas.toml", None, print)
+    with pytest.raises(KeyboardInterrupt):
+        setup().all()
+    setup()  # goes on
+    content = write_family("llama", job.made, seed=2).read_bytes()  # the user's own
+    with pytest.raises(ConfigError, match="did not make it"):
+        setup()
+    assert job.made.read_bytes() == content
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "done": {}}', "\0"])

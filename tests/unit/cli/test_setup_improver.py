@@ -1,0 +1,75 @@
+"""The process that improves a model in the background is known by its lock, not by its number."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+from llmaas_plugins.cli.setup import improving
+from llmaas_plugins.cli.setup.improver import found_improver, improver_lock, set_improver
+from llmaas_plugins.cli.setup.running import Run
+from llmaas_plugins.cli.setup.steps import Job
+from llmaas_plugins.reference_model import reference_model_path
+
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def started():
+    """Return a function that starts processes, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments, lock=None):
+            fds = () if lock is None else (lock,)
+            command = [sys.executable, "-c", SLEEP, *arguments]
+            process = stack.enter_context(subprocess.Popen(command, pass_fds=fds))
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def test_a_process_has_the_lock_that_it_inherited_as_long_as_it_lives(tmp_path, started):
+    assert found_improver(tmp_path) is None
+    with improver_lock(tmp_path) as lock:
+        process = started(lock=lock)
+        set_improver(lock, process.pid)
+    assert found_improver(tmp_path) == process.pid
+    with improver_lock(tmp_path) as lock:
+        assert lock is None
+    process.kill()
+    process.wait()
+    assert found_improver(tmp_path) is None
+    with improver_lock(tmp_path) as lock:
+        assert lock is not None
+
+
+def test_another_process_with_the_number_of_one_that_is_gone_keeps_nothing_from_beginning(
+    tmp_path, monkeypatch, started
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    job = Job(reference_model_path(), "d" * 64)
+    job.folder.mkdir(parents=True)
+    other = started("setup", "other.gguf", "--improve")
+    (job.folder / "improve.pid").write_text(str(other.pid))
+    processes = []
+
+    def begun(_arguments, _log, lock):
+        processes.append(started(lock=lock))
+        return processes[-1].pid
+
+    monkeypatch.setattr(improving, "begun", begun)
+    monkeypatch.setattr(Run, "is_improved", lambda _: False)
+    args = argparse.Namespace(memory=None)
+    run = Run(job, tmp_path / "llmaas.toml", None, print)
+    for _ in range(2):
+        found = improving.begin_improving(run, args)["pid"]
+        assert improving.begin_improving(run, args)["pid"] == found == processes[-1].pid
+        assert found != other.pid
+        processes[-1].kill()
+        processes[-1].wait()
+    assert len(processes) == 2
