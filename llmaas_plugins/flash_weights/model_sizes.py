@@ -25,7 +25,15 @@ from llmaas_plugins.flash_weights.locality import typical_means
 from llmaas_plugins.flash_weights.packed import streamable
 from llmaas_plugins.model.gguf_header import read_header
 
-__all__ = ["CELL_BYTES", "ChannelBytes", "Metadata", "ModelSizes", "metadata_of", "sizes_of"]
+__all__ = [
+    "CELL_BYTES",
+    "ChannelBytes",
+    "Metadata",
+    "ModelSizes",
+    "metadata_of",
+    "sizes_of",
+    "whole_bytes",
+]
 
 CELL_BYTES = 4.0
 """Bytes of a cell's key value and value value together; each has 16 bits by default."""
@@ -35,6 +43,10 @@ _BATCH = 512
 """Tokens per batch that llama.cpp's buffers are sized for, unless the context is shorter."""
 _LLAMA_BYTES, _TOKEN_BYTES = 8 << 20, 400
 """Measured bytes of a ``Llama`` beside weights, cells and buffers: fixed, and per known token."""
+_OUTSIDE_BYTES = 128 << 20
+"""Bytes of a process beside resident weights: the interpreter, libraries, a short context."""
+_USUAL = 4096
+"""Tokens of a context that a budget should leave room for beside a model in memory."""
 _INPUT_BYTES = 64
 """Bytes of a token's inputs in compute buffers: positions, cells, choices of experts."""
 _WIDE = (GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
@@ -214,6 +226,19 @@ def sizes_of(  # noqa: PLR0913 -- a file and the settings of a context
         dense=n_streamed - sum(experts) - sum(tensors[name].n_bytes for name in with_channels),
         scales=sum(part.n_bytes for group in groups for part in group.scales),
     )
+
+
+def whole_bytes(tensors: Mapping[str, TensorInfo], metadata: Metadata | None) -> int:
+    """Return the bytes that a model needs beside its process if memory holds all weights.
+
+    Args:
+        tensors: Tensors of the model.
+        metadata: Metadata of the model, if a context of the usual length must fit, too.
+    """
+    n_bytes = _OUTSIDE_BYTES + sum(info.n_bytes for info in tensors.values())
+    if metadata is None:
+        return n_bytes
+    return n_bytes + sizes_of(tensors, metadata, min(metadata.n_trained or _USUAL, _USUAL)).kv
 
 
 def _channels(groups: Sequence[Group]) -> tuple[ChannelBytes, ...]:

@@ -36,7 +36,13 @@ from llmaas_plugins.flash_weights.answers import Answers
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.engine_modes import least_budget
 from llmaas_plugins.flash_weights.memory import MARGIN_BYTES, require
-from llmaas_plugins.flash_weights.model_sizes import Metadata, ModelSizes, metadata_of, sizes_of
+from llmaas_plugins.flash_weights.model_sizes import (
+    Metadata,
+    ModelSizes,
+    metadata_of,
+    sizes_of,
+    whole_bytes,
+)
 from llmaas_plugins.flash_weights.packed import packed_path, packed_problem
 from llmaas_plugins.flash_weights.residency import Residency
 from llmaas_plugins.flash_weights.sparse import add_channels, model_channels
@@ -51,12 +57,8 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("llmaas.flash_weights")
 
-_OUTSIDE = 128 << 20
-"""Bytes of a process beside resident weights: the interpreter, libraries, a short context."""
 _SHORTEST = 512
 """Tokens to assume for a context of unknown length: the default of ``Llama``."""
-_USUAL = 4096
-"""Tokens of a context that a budget should leave room for beside a model in memory."""
 _ATTEMPTS = 8
 """Times to let other users release memory before a shortage is reported."""
 
@@ -341,11 +343,10 @@ class FlashWeights:
     def _fits(self, model: str, tensors: Mapping[str, TensorInfo]) -> bool:
         n_bytes = sum(info.n_bytes for info in tensors.values())
         budget = self._residency.budget
-        outside = _OUTSIDE
-        if self._residency.is_set:  # the budget is kept, so a context must fit beside the weights
-            metadata = metadata_of(Path(model))
-            outside += sizes_of(tensors, metadata, min(metadata.n_trained or _USUAL, _USUAL)).kv
-        missing = resident_bytes() + process_memory.promised() + n_bytes + outside - budget
+        # a budget that is set is kept, so a context must fit beside the weights
+        metadata = metadata_of(Path(model)) if self._residency.is_set else None
+        needed = whole_bytes(tensors, metadata)
+        missing = resident_bytes() + process_memory.promised() + needed - budget
         if 0 < missing <= process_memory.releasable():
             missing -= process_memory.release(missing)
         if missing <= 0:

@@ -26,11 +26,21 @@ from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.running import Run
 from llmaas_plugins.cli.setup.steps import STEPS, Job, improving_steps
 from llmaas_plugins.files.json_text import parse_json
-from llmaas_plugins.machine import available_bytes, room, usable_processors
+from llmaas_plugins.machine import (
+    available_bytes,
+    release_memory,
+    resident_bytes,
+    room,
+    usable_processors,
+)
+from llmaas_plugins.server import import_server
+from llmaas_plugins.sizes import memory_bytes
 
 __all__ = ["add_parser"]
 
 _CONFIG = "llmaas.toml"
+_N_CTX = 512
+"""Tokens of the shortest context that must have room: the default of ``Llama``."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -111,6 +121,8 @@ def _job(args: argparse.Namespace) -> Job:
     model, chats = args.model.absolute(), tuple(chat.absolute() for chat in args.chats)
     if not str(model).isprintable():  # llmaas.toml could not name it
         raise ConfigError(f"{str(model)!r} has characters that cannot be printed: rename it.")
+    if args.memory and not args.improve:  # before the chats take memory
+        _check_memory(model, args.memory)
     for chat in chats:  # a file that is no export is refused before anything takes minutes
         load_conversations(chat)
     elastic = read_elastic(model)
@@ -121,6 +133,25 @@ def _job(args: argparse.Namespace) -> Job:
         _say(f"elastic and deadlines are left out: {problem}")
         job = replace(job, skipped=job.skipped | {"prepare"})
     return job
+
+
+def _check_memory(model: Path, memory: str) -> None:
+    """Refuse memory that is too little for the model, before anything takes minutes.
+
+    Raises:
+        ConfigError: The model is no GGUF file.
+        UnmetBudgetError: Not even a short context can run in it, with all weights streamed.
+    """
+    from llmaas_plugins.cli.flash.pack import tensors_of
+    from llmaas_plugins.flash_weights.model_sizes import metadata_of, sizes_of, whole_bytes
+    from llmaas_plugins.flash_weights.planner import check_budget
+
+    tensors, metadata = tensors_of(model), metadata_of(model)
+    import_server()  # the process is to be as large as that of `llmaas serve`
+    release_memory()
+    budget, process = memory_bytes(memory), resident_bytes()
+    if budget < process + whole_bytes(tensors, metadata):
+        check_budget(sizes_of(tensors, metadata, _N_CTX), process, budget, _N_CTX)
 
 
 def _no_levels(model: Path) -> str | None:

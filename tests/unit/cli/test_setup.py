@@ -266,6 +266,7 @@ def test_records_are_kept_by_the_model(monkeypatch, tmp_path):
         ([str(reference_model_path()), "-o", "none/llmaas.toml"], "found no folder"),
         (["line\nbreak.gguf"], "found no file"),
         ([str(reference_model_path()), "--memory", "60%", "--skip", "pack"], "has no effect"),
+        ([str(reference_model_path()), "--memory", "2 MiB"], "of 2 MiB cannot be met"),
         ([str(reference_model_path()), "--improve", "--dry-run"], "has no effect"),
     ],
 )
