@@ -16,7 +16,9 @@ TABLES: Mapping[str, Maker] = {
         "alone-grid",
         "alone-answer-time",
         "alone-memory",
+        "alone-shares",
         "alone-switching",
+        "alone-variants",
         "alone-ways",
     )
 }
