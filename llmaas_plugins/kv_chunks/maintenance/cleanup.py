@@ -54,10 +54,11 @@ class StoreCleanup:
         self._disk = DiskStore(self._directory, page_round(max(length, DiskTier.HEADER_BYTES)))
         self._tree = ChunkTree()
         try:
-            self._removed = self._disk.load(self._tree)
+            self._found = self._disk.load(self._tree)
         except BaseException:
             self._disk.close()
             raise
+        self._removed = self._found.removed
         self._contexts = len(self._tree.contexts())
 
     def contexts(self) -> list[str]:
@@ -79,19 +80,21 @@ class StoreCleanup:
 
     def drop_damaged(self, progress: Progress = iter) -> None:
         """Read every chunk; drop damaged ones and all chunks that continue them."""
-        chunks = sorted(self._tree, key=lambda chunk: chunk.disk)
+        stored = (chunk for chunk in self._tree if not chunk.is_ghost)
+        chunks = sorted(stored, key=lambda chunk: chunk.disk)
         rows = [ChunkRow(chunk.id, chunk.disk, chunk.size) for chunk in chunks]
         for row, status, _ in read_payloads(self._directory, progress(rows)):
             if status != Status.OK:
                 self._drop_from(self._tree.get(row.id.key))
 
     def drop_unreachable(self) -> None:
-        """Drop chunks that continue a missing chunk."""
+        """Drop chunks that continue a missing chunk or a ghost, and ghosts."""
         roots = self._disk.index.layouts()
         for chunk in list(self._tree):
             is_there = self._tree.get(chunk.id.key) is chunk
             is_first = chunk.id.parent in roots
-            if is_there and not is_first and self._tree.get(chunk.id.parent) is None:
+            is_missing = chunk.is_ghost or not (is_first or self._tree.get(chunk.id.parent))
+            if is_there and is_missing:
                 self._drop_from(chunk)
 
     def finish(self, *, shrink: bool) -> CleanupResult:
@@ -120,8 +123,10 @@ class StoreCleanup:
         return CleanupResult(n_contexts, len(self._removed), max(0, freed))
 
     def _update(self) -> IndexUpdate:
-        heads = self._tree.contexts()
-        return IndexUpdate(removed=self._removed, heads=heads, erases=True)
+        gone = set(self._removed)
+        ghosts = {key: row for key, row in self._found.added.items() if key not in gone}
+        heads = self._tree.heads_on_disk()
+        return IndexUpdate(ghosts, self._removed, heads=heads, erases=True)
 
     def close(self) -> None:
         """Close the store and release its lock."""
@@ -134,7 +139,8 @@ class StoreCleanup:
 
     def _drop(self, chunk: Chunk) -> None:
         self._tree.remove(chunk)
-        self._disk.tier.free(chunk, chunk.disk)
+        if not chunk.is_ghost:
+            self._disk.tier.free(chunk, chunk.disk)
         self._removed.append(chunk.id.key)
 
 

@@ -96,8 +96,8 @@ def _wanted(snapshot: StoreSnapshot, context_id: str | None) -> list[ChunkRow]:
     row = snapshot.rows.get(snapshot.contexts[context_id])
     while row is not None:
         path.append(row)
-        row = snapshot.rows.get(row.id.parent)
-    return path[::-1]
+        row = snapshot.before(row)
+    return [row for row in reversed(path) if row.id.key in snapshot.rows]
 
 
 def _parents_first(snapshot: StoreSnapshot) -> Iterator[ChunkRow]:
@@ -150,7 +150,7 @@ def _heads(
     for name, head in snapshot.contexts.items():
         row = snapshot.rows.get(head)
         while row is not None and row.id.key not in copied:
-            row = snapshot.rows.get(row.id.parent)
+            row = snapshot.before(row)
         if row is not None and context_id in (None, name):
             heads[name] = row.id.key
     return heads

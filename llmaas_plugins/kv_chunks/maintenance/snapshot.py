@@ -14,7 +14,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Status
 from llmaas_plugins.files.store_lock import user
-from llmaas_plugins.kv_chunks.store.disk_store import is_valid_row
+from llmaas_plugins.kv_chunks.store.disk_store import is_sound, is_valid_row
 from llmaas_plugins.kv_chunks.store.disk_tier import DiskTier
 from llmaas_plugins.kv_chunks.store.extents import ExtentAllocator, page_round
 from llmaas_plugins.kv_chunks.store.huge_pages import map_huge_pages
@@ -36,6 +36,7 @@ class StoreSnapshot:
         directory: Directory of the store.
         holder: Description of the process that uses the store, or None.
         rows: Valid chunks by key, least recently used first.
+        ghosts: Rows of lost chunks that others continue, by key.
         n_invalid_rows: Number of rows that are malformed, outside the slab, or overlap another.
         contexts: Key of the last chunk of each named context, least recently used first.
         layouts: Layout of the cells under each root, as JSON.
@@ -46,6 +47,7 @@ class StoreSnapshot:
     directory: Path
     holder: str | None
     rows: Mapping[bytes, ChunkRow]
+    ghosts: Mapping[bytes, ChunkRow]
     n_invalid_rows: int
     contexts: Mapping[str, bytes]
     layouts: Mapping[bytes, str]
@@ -53,13 +55,17 @@ class StoreSnapshot:
     has_matching_slab: bool
 
     def is_reachable(self, row: ChunkRow) -> bool:
-        """Return whether the chunk's parent is a stored chunk or the root of a known model."""
-        return row.id.parent in self.rows or row.id.parent in self.layouts
+        """Return whether the chunk's parent is a known chunk or the root of a known model."""
+        return self.before(row) is not None or row.id.parent in self.layouts
+
+    def before(self, row: ChunkRow) -> ChunkRow | None:
+        """Return the row of the chunk, or the ghost, that this chunk continues."""
+        return self.rows.get(row.id.parent) or self.ghosts.get(row.id.parent)
 
     def root(self, row: ChunkRow) -> bytes:
         """Return the parent of the chain's first chunk: a model's root or a missing chunk's key."""
-        while row.id.parent in self.rows:
-            row = self.rows[row.id.parent]
+        while (before := self.before(row)) is not None:
+            row = before
         return row.id.parent
 
 
@@ -153,12 +159,15 @@ def _contents(directory: Path, holder: str | None, index: ChunkIndex) -> StoreSn
     header, slab_bytes = _slab_header(directory / SLAB)
     expected = pack_header(index.store_id())
     n_space = max(0, slab_bytes - DiskTier.HEADER_BYTES)
-    valid, n_invalid = _valid_rows(index.chunks(), slab_bytes, ExtentAllocator(page_round(n_space)))
+    rows = list(index.chunks())
+    ghosts = {row.id.key: row for row in rows if row.size == 0 and is_sound(row)}
+    stored = (row for row in rows if row.id.key not in ghosts)
+    valid, n_invalid = _valid_rows(stored, slab_bytes, ExtentAllocator(page_round(n_space)))
     order = {key: i for i, key in enumerate(valid)}
     contexts = sorted(index.contexts().items(), key=lambda item: order.get(item[1], -1))
     return StoreSnapshot(
-        directory, holder, valid, n_invalid + index.n_malformed(), dict(contexts), index.layouts(),
-        slab_bytes, header[: len(expected)] == expected,
+        directory, holder, valid, ghosts, n_invalid + index.n_malformed(), dict(contexts),
+        index.layouts(), slab_bytes, header[: len(expected)] == expected,
     )  # fmt: skip
 
 

@@ -73,8 +73,7 @@ class ChunkReader:
         """Drop a chunk whose bytes are unusable."""
         with self._residency.changing():
             self._residency.counters.faults += 1
-            if self._residency.tree.get(chunk.id.key) is chunk:
-                self._residency.drop_bytes(chunk)
+            self._residency.drop_bytes(chunk)
 
     def refill(self) -> None:
         """Read chunks back into free RAM, the most recently used ones first.

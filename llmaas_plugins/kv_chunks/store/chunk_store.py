@@ -224,7 +224,6 @@ class ChunkStore(forks.Forked):
             if old is not None and old not in whole:
                 for chunk in list(self._residency.tree.removable_from(old)):
                     self._residency.drop(chunk)
-            self._residency.update.heads = self._residency.tree.contexts()
 
     # -- tolerance (LLMS §3.2), working sets (§3.4) -----------------------------------------------
 
@@ -325,7 +324,6 @@ class ChunkStore(forks.Forked):
                 for chunk in residency.tree.forget_context(name):
                     freed += chunk.size
                     residency.drop(chunk)
-            residency.update.heads = residency.tree.contexts()
         if self._writer is not None:
             self._writer.erase_freed()
         return freed

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
@@ -46,9 +46,9 @@ class ChunkWriter:
         self._new: list[Chunk] = []  # written since the last complete flush
         self._lost: dict[bytes, Chunk] = {}  # to be dropped at the end of a flush
         self._write_failures, self._index_failures = FailureLog(_log), FailureLog(_log)
-        n_invalid = disk.load(residency.tree)
-        residency.counters.faults += len(n_invalid)
-        residency.update.removed += n_invalid
+        self._heads: Mapping[str, bytes] | None = None  # in the index; None if that is unknown
+        residency.update = disk.load(residency.tree)
+        residency.counters.faults += len(residency.update.removed) + len(residency.update.added)
 
     def flush(self) -> None:
         """Write every dirty chunk to disk and commit the index; count and log errors.
@@ -91,7 +91,7 @@ class ChunkWriter:
     def _end_flush(self) -> None:
         with self._residency.lock:
             for chunk in reversed(self._lost.values()):  # contexts shrink from their end
-                self._residency.drop(chunk)
+                self._residency.drop_bytes(chunk)
             self._lost.clear()
             self._residency.mark_written_used(self._new)
             self._new.clear()
@@ -99,7 +99,7 @@ class ChunkWriter:
 
     @signals_wait()
     def commit(self) -> None:
-        """Commit all changes to the index.
+        """Commit all changes to the index, in which contexts end with chunks that it has.
 
         Raises:
             StoreError: The index cannot be written; the next commit tries again.
@@ -107,8 +107,10 @@ class ChunkWriter:
         with self._index_lock:
             with self._residency.lock:
                 update, self._residency.update = self._residency.update, IndexUpdate()
+                heads = self._residency.tree.heads_on_disk()
                 reuses_held, held = self._disk.tier.reuses_held, self._disk.tier.take_held()
             update.writes = self._write_budget.written()
+            update.heads = None if heads == self._heads else heads
             try:
                 self._disk.index.apply(update)
             except BaseException as error:
@@ -118,6 +120,7 @@ class ChunkWriter:
                 if isinstance(error, sqlite3.Error | ValueError):  # of text that is not Unicode
                     raise StoreError(f"KV store's index: {error}") from error
                 raise
+            self._heads = heads
             with self._residency.lock:
                 self._disk.tier.release(held)
 

@@ -15,13 +15,13 @@ from llmaas_plugins._native import CHUNK_BITS
 from llmaas_plugins.files.store_lock import lock, unlock
 from llmaas_plugins.kv_chunks.store.chunk_ids import CHUNK_TOKENS, TOKEN_BYTES, chunk_key
 from llmaas_plugins.kv_chunks.store.disk_tier import DiskTier
-from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, is_damage
+from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, IndexUpdate, is_damage
 from llmaas_plugins.kv_chunks.store.store_files import FILES, INDEX, LOCK, SLAB, UNUSABLE
 from llmaas_plugins.kv_chunks.store.store_format import check_format, pack_header
-from llmaas_plugins.kv_chunks.store.tree import Chunk, ChunkTree
+from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree
 from llmaas_plugins.kv_chunks.store.write_budget import WriteBudget
 
-__all__ = ["DiskStore", "is_valid_row"]
+__all__ = ["DiskStore", "is_sound", "is_valid_row"]
 
 _log = logging.getLogger("llmaas.kv_chunks")
 _abandoned: list[ChunkIndex] = []
@@ -54,20 +54,20 @@ class DiskStore:
             opened.callback(self.index.close)
             self._opened = opened.pop_all()
 
-    def load(self, tree: ChunkTree) -> list[bytes]:
-        """Put every valid chunk into ``tree``.
+    def load(self, tree: ChunkTree) -> IndexUpdate:
+        """Put every valid chunk into ``tree``, and ghosts of the others that valid ones continue.
 
         Returns:
-            Keys of the invalid rows. The caller must delete them from the index with the next
-            commit, or their places would stay occupied after the next start.
+            Rows of the new ghosts, and keys of rows that are of no use. The caller must change the
+            index so with the next commit, or their places would stay occupied after the next start.
 
         Raises:
             StoreError: The index cannot be read.
         """
-        dropped: list[bytes] = []
+        update = IndexUpdate()
         try:
             n_bytes = self.tier.file_size()
-            dropped += [b""] * self.index.drop_malformed()
+            update.removed += [b""] * self.index.drop_malformed()
             for row in list(self.index.chunks()):
                 if is_valid_row(row, n_bytes) and self.tier.claim(row.offset, row.size):
                     chunk = Chunk(
@@ -81,16 +81,24 @@ class DiskStore:
                     )
                     tree.add(chunk)
                     self.tier.queue.add(chunk)
+                elif is_sound(row):
+                    ghost = row._replace(offset=ABSENT, size=0, bits=0)
+                    tree.add(Chunk(row.id, 0, attention=row.attention, n_scores=row.n_scores))
+                    if row != ghost:
+                        update.added[row.id.key] = ghost
                 else:
-                    dropped.append(row.id.key)
+                    update.removed.append(row.id.key)
             for name, head in self.index.contexts().items():
                 tree.set_head(name, head)
+            for last in tree.remove_last_ghosts():
+                update.added.pop(last.id.key, None)
+                update.removed.append(last.id.key)
             self.tier.truncate_to_capacity()
             if self.index.is_erasing():
                 self._resume_erasing()
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot read KV store {self.directory}: {error}") from error
-        return dropped
+        return update
 
     def end_erasing(self) -> None:
         """Erase deleted contexts from the index's files; the slab was erased before.
@@ -178,17 +186,24 @@ class DiskStore:
         path.replace(self.directory / UNUSABLE)
 
 
-def is_valid_row(row: ChunkRow, file_bytes: int) -> bool:
-    """Return whether a row is plausible for a slab of ``file_bytes``; the payload is not read."""
+def is_sound(row: ChunkRow) -> bool:
+    """Return whether a row tells a chunk's tokens and attention; a ghost's row tells no more."""
     n_bytes = len(row.id.tokens)
     return (
         row.id.key == chunk_key(row.id.parent, row.id.tokens)
         and 0 < n_bytes <= CHUNK_TOKENS * TOKEN_BYTES
         and n_bytes % TOKEN_BYTES == 0
-        and row.size > 0
-        and 0 <= row.bits <= CHUNK_BITS
         and 0 <= row.attention < math.inf
         and 0 <= row.n_scores < math.inf
+    )
+
+
+def is_valid_row(row: ChunkRow, file_bytes: int) -> bool:
+    """Return whether a row is plausible for a slab of ``file_bytes``; the payload is not read."""
+    return (
+        is_sound(row)
+        and row.size > 0
+        and 0 <= row.bits <= CHUNK_BITS
         and row.offset >= 0
         and DiskTier.HEADER_BYTES + row.offset + row.size <= file_bytes
     )

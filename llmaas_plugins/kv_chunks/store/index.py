@@ -52,8 +52,8 @@ class ChunkRow(NamedTuple):
 
     Attributes:
         id: Identity of the chunk.
-        offset: Offset in the slab's extents, in bytes.
-        size: Bytes of the payload.
+        offset: Offset in the slab's extents, in bytes; -1 for a ghost.
+        size: Bytes of the payload; 0 for a ghost.
         bits: Bits per value in the payload; 0 if the codec has no levels.
         attention: Summed attention that its tokens received.
         n_scores: Number of scores in that sum.

@@ -235,7 +235,7 @@ class ChunkResidency:
         self.counters.cut_bytes += old - size
 
     def queue_index_update(self, chunk: Chunk) -> None:
-        """Queue a chunk's row for the index: its place on disk and its attention."""
+        """Queue a chunk's row for the index: its attention, and its place on disk if it has one."""
         chunk.n_indexed_scores = chunk.n_scores
         row = ChunkRow(
             chunk.id, chunk.disk, chunk.size, chunk.bits, chunk.attention, chunk.n_scores
@@ -243,12 +243,21 @@ class ChunkResidency:
         self.update.added[chunk.id.key] = row
 
     def drop_bytes(self, chunk: Chunk) -> None:
-        """Discard a chunk's unusable bytes; keep a ghost while other chunks continue it."""
+        """Discard a chunk's unusable bytes; keep a ghost while other chunks continue it.
+
+        The index keeps the ghost, too. Otherwise a later process would not find the chunks before
+        it when their context is deleted. The chunk may already be gone.
+        """
+        if self.tree.get(chunk.id.key) is not chunk:
+            return
         if self.tree.is_leaf(chunk):
             self.drop(chunk)
             return
-        self.tree.add(Chunk(chunk.id, 0, attention=chunk.attention, n_scores=chunk.n_scores))
+        ghost = Chunk(chunk.id, 0, attention=chunk.attention, n_scores=chunk.n_scores)
+        self.tree.add(ghost)
         self._free_bytes(chunk)
+        if self.disk is not None:
+            self.queue_index_update(ghost)
 
     def drop(self, chunk: Chunk) -> None:
         """Remove a chunk from the tree and from both tiers.
@@ -258,11 +267,8 @@ class ChunkResidency:
         """
         if self.tree.get(chunk.id.key) is not chunk:
             return
-        heads_move = bool(chunk.heads)
         parent = self.tree.get(chunk.id.parent)
         self.tree.remove(chunk)
-        if heads_move:
-            self.update.heads = self.tree.contexts()
         self._free_bytes(chunk)
         if parent is not None and parent.is_ghost and self.tree.is_leaf(parent):
             self.drop(parent)
@@ -292,12 +298,13 @@ class ChunkResidency:
     def _free_bytes(self, chunk: Chunk) -> None:
         self._mark_inactive(chunk)
         self.dirty.pop(chunk.id.key, None)
-        if chunk.disk != ABSENT and self.disk is not None:
-            self.disk.free(chunk, chunk.disk)
+        if self.disk is not None:  # where the index may have a row of it, or of its ghost
+            if chunk.disk != ABSENT:
+                self.disk.free(chunk, chunk.disk)
+                chunk.disk = ABSENT
             self.update.added.pop(chunk.id.key, None)
             self.update.used.pop(chunk.id.key, None)
             self.update.removed.append(chunk.id.key)
-            chunk.disk = ABSENT
         if chunk.ram != ABSENT and chunk.pins == 0:
             self._free_ram(chunk)
 

@@ -115,6 +115,17 @@ class ChunkTree:
         """Return the key of the last stored chunk of each named context."""
         return {name: chunk.id.key for name, chunk in self._contexts.items()}
 
+    def heads_on_disk(self) -> dict[str, bytes]:
+        """Return the key of each named context's last chunk on disk; others are left out."""
+        found: dict[str, bytes] = {}
+        for name, head in self._contexts.items():
+            last: Chunk | None = head
+            while last is not None and last.disk == ABSENT:
+                last = self._chunks.get(last.id.parent)
+            if last is not None:
+                found[name] = last.id.key
+        return found
+
     def path_to(self, context_id: str) -> list[Chunk]:
         """Return all chunks of a named context in order; empty if it is unknown."""
         path: list[Chunk] = []
@@ -178,6 +189,18 @@ class ChunkTree:
                 self._contexts[name] = parent
                 parent.heads.add(name)
         chunk.heads.clear()
+
+    def remove_last_ghosts(self) -> list[Chunk]:
+        """Remove ghosts that no chunk continues, and return them."""
+        removed: list[Chunk] = []
+        for chunk in tuple(self._chunks.values()):
+            last: Chunk | None = self._chunks.get(chunk.id.key)
+            while last is not None and last.is_ghost and self.is_leaf(last):
+                parent = self._chunks.get(last.id.parent)
+                self.remove(last)
+                removed.append(last)
+                last = parent
+        return removed
 
     def set_head(self, context_id: str, key: bytes) -> Chunk | None:
         """Let a context end with chunk ``key``; return its last chunk before, if it was another."""
