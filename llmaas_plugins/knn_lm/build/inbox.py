@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from llmaas_hooks import ConfigError
+from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.chats.exports import NO_APP, Conversation, Message, load_conversations
 from llmaas_plugins.knn_lm.archive.files import (
     DROPPED,
@@ -114,22 +114,37 @@ def forget_waiting(store: Path, is_gone: Callable[[Conversation], bool]) -> int:
 
     Returns:
         Number of conversations erased.
+
+    Raises:
+        StoreError: Another process is writing a file. The rest of it would be lost if it were
+            erased, and learned if not.
     """
     for path in _leftovers(store / INBOX):
         erase_learned(path)
     n_gone = 0
     for path in waiting_files(store):
+        before = FileState.of(path)
+        _require_complete(path, before)
         try:
             found = load_conversations(path)
         except ConfigError:
             continue
         kept = [one for one in found if not is_gone(one)]
         if len(kept) < len(found):
+            _require_complete(path, before)
             if kept:
                 _write(path.parent, [_row(one) for one in kept])
             erase_learned(path)
             n_gone += len(found) - len(kept)
     return n_gone
+
+
+def _require_complete(path: Path, before: FileState | None) -> None:
+    if FileState.of(path) != before or _is_open_to_write(path):
+        raise StoreError(
+            f"{path} is being written by another process. Wait until it is complete, then forget "
+            "again."
+        )
 
 
 def _row(one: Conversation) -> dict[str, object]:

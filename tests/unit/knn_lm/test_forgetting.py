@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -198,3 +199,22 @@ def test_stopped_by_sigterm_at_any_point(store, tmp_path, capsys):
         n_stopped += 1
         forget_again(left)
     assert n_stopped > 40
+
+
+def test_an_export_that_is_still_being_copied_loses_nothing(store, capsys):
+    """The first lines alone are an export, too."""
+    path = store / "inbox/export.jsonl"
+    rows = [
+        {"app": app, "messages": [{"role": "user", "content": f"what {app} said"}]}
+        for app in ("mail", "notes")
+    ]
+    with path.open("w") as copy:
+        print(json.dumps(rows[0]), file=copy, flush=True)
+        assert forget(store) != 0
+        assert "export.jsonl is being written by another process" in capsys.readouterr().err
+        print(json.dumps(rows[1]), file=copy)
+    assert forget(store) == 0
+    left = [one.messages for path in waiting_files(store) for one in load_conversations(path)]
+    said = {message.content for messages in left for message in messages}
+    assert "what notes said" in said
+    assert "what mail said" not in said
