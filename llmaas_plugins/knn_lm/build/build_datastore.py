@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.conversation_info import ConversationInfo
 from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.archive.segments import Binding
 from llmaas_plugins.knn_lm.build.archive_source import (
     ArchiveSource,
     SelectionParams,
@@ -68,14 +70,19 @@ def build_datastore(
     return fit_and_write(archive, source, selection, objective, params)
 
 
-def fit_and_write(
+def fit_and_write(  # noqa: PLR0913 -- what to fit, to what, and a callback
     archive: Archive,
     source: ArchiveSource,
     selection: Selection,
     objective: Objective,
     params: SelectionParams,
+    *,
+    between: Callable[[], None] = lambda: None,
 ) -> BuildResult:
     """Fit the mixture to the selection, and write both.
+
+    ``between`` is called between parts of the work. An exception that it raises ends the work, and
+    an existing datastore is unchanged.
 
     Raises:
         StoreError: Nothing was selected, or the file cannot be written.
@@ -86,7 +93,8 @@ def fit_and_write(
     infos = {info.number: info for info in archive.conversations()}
     selection = _by_owner(archive, selection, infos)
     pairs, origin = archive.pairs(selection.indices), archive.origin(selection.indices)
-    held_out = held_out_targets(archive, source, selection, pairs.keys, infos, params)
+    held_out = held_out_targets(archive, source, selection, pairs.keys, infos, params, between)
+    between()
     fitted = fit_mixture(held_out) if len(held_out.p_lm) else _unfitted(objective.theta)
     threshold, skipped = search_threshold(held_out, fitted.mixture)
     numbers, places = np.unique(origin.numbers, return_inverse=True)
@@ -100,13 +108,8 @@ def fit_and_write(
         conversations=[infos[number].id for number in numbers.tolist()],
         owners=[owner_of(infos[number]) for number in numbers.tolist()],
         basis=source.basis,
-        settings={
-            "mixture": fitted.mixture.as_json(),
-            "k": params.k,
-            "skip_above": threshold,
-            "key": binding.key_kind,
-            "level": KEYS_LEVEL,
-        },
+        settings=_settings(fitted.mixture, params.k, threshold, binding),
+        between=between,
     )
     return BuildResult(
         len(selection),
@@ -117,6 +120,16 @@ def fit_and_write(
         threshold,
         skipped,
     )
+
+
+def _settings(mixture: Mixture, k: int, skip_above: float, binding: Binding) -> dict[str, Any]:
+    return {
+        "mixture": mixture.as_json(),
+        "k": k,
+        "skip_above": skip_above,
+        "key": binding.key_kind,
+        "level": KEYS_LEVEL,
+    }
 
 
 def _by_owner(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 
 _PART = 8192
-_QUERIES = 3000
+_QUERIES, _SOME = 3000, 250
 
 
 def owner_of(info: ConversationInfo) -> str | None:
@@ -67,11 +67,12 @@ def held_out_targets(  # noqa: PLR0913, PLR0917 -- the archive, the selection, a
     keys: Halves,
     infos: Mapping[int, ConversationInfo],
     params: SelectionParams,
+    between: Callable[[], None] = lambda: None,
 ) -> HeldOut:
     """Sample targets from the whole archive, and find their neighbors in other conversations.
 
     Only neighbors that the target's app may use are considered. They are ranked as in a real
-    search: first in the basis, then by exact distances.
+    search: first in the basis, then by exact distances. ``between`` is called between parts.
     """
     rng = np.random.default_rng(params.seed)
     n = len(source.values)
@@ -79,8 +80,12 @@ def held_out_targets(  # noqa: PLR0913, PLR0917 -- the archive, the selection, a
     queries, users = archive.pairs(picks), ownership(archive, picks, infos)
     wide = queries.keys.astype(np.float32)
     owners = ownership(archive, chosen.indices, infos)
-    rows = _nearest(source, (wide, users), (keys, owners), 2 * params.k)
-    distances = np.stack([_exact(*each, keys) for each in zip(wide, rows, strict=True)])
+    rows = _nearest(source, (wide, users), (keys, owners), 2 * params.k, between)
+    distances = np.empty(rows.shape, np.float32)
+    for start in range(0, len(rows), _SOME):
+        between()
+        some = slice(start, start + _SOME)
+        distances[some] = [_exact(*each, keys) for each in zip(wide[some], rows[some], strict=True)]
     order = np.argsort(distances, axis=1, kind="stable")[:, : params.k]
     rows = np.take_along_axis(rows, order, axis=1)
     distances = np.take_along_axis(distances, order, axis=1)
@@ -96,7 +101,11 @@ def held_out_targets(  # noqa: PLR0913, PLR0917 -- the archive, the selection, a
 
 
 def _nearest(
-    source: ArchiveSource, asked: tuple[Floats, Ownership], stored: tuple[Halves, Ownership], n: int
+    source: ArchiveSource,
+    asked: tuple[Floats, Ownership],
+    stored: tuple[Halves, Ownership],
+    n: int,
+    between: Callable[[], None],
 ) -> npt.NDArray[np.intp]:
     """Return the ``n`` nearest rows that each query may use; -1 marks a missing row."""
     (queries, users), (keys, owners) = asked, stored
@@ -104,6 +113,7 @@ def _nearest(
     rows = np.empty((len(queries), 0), np.intp)
     found = np.empty((len(queries), 0), np.float32)
     for start in range(0, len(keys), _PART):
+        between()
         part = source.basis.project(keys[start : start + _PART].astype(np.float32))
         distances = squared_distances(projected, part)
         distances[~users.may_use(owners, slice(start, start + _PART))] = np.inf

@@ -92,8 +92,9 @@ def update_datastore(
 ) -> BuildResult:
     """Select among the new pairs, fit the mixture, and write the datastore.
 
-    An exception from ``progress`` ends the refresh between two buffers. The next refresh then
-    starts where the last complete one ended.
+    ``progress`` is called with the number of new pairs after each buffer, and with 0 between the
+    parts of the fit. An exception that it raises ends the refresh; the next one then starts where
+    the last complete one ended.
 
     Raises:
         StoreError: The archive is empty, or a file cannot be written.
@@ -107,7 +108,10 @@ def update_datastore(
         sampler.resume(state.kept, state.n_seen)
     for n in sampler.advance(len(source.values), is_end=True):
         progress(n)
-    selected = fit_and_write(archive, source, sampler.kept.selection(), objective, params)
+    selection = sampler.kept.selection()
+    selected = fit_and_write(
+        archive, source, selection, objective, params, between=lambda: progress(0)
+    )
     ids = archive.ids()
     digest = _digest(ids)
     new = _State(sampler.n_seen, len(ids), digest, theta, params.size, sampler.kept)

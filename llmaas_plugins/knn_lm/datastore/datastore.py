@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -114,6 +114,7 @@ class Datastore:
         basis: Basis | None,
         settings: Mapping[str, Any],
         owners: Sequence[str | None] | None = None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         """Write a file, replacing an existing one.
 
@@ -129,6 +130,7 @@ class Datastore:
             settings: Any JSON-serializable values; they are read back unchanged.
             owners: For each conversation, the only app that may use it, or None if all apps may. A
                 search is fastest if pairs of one owner are adjacent.
+            between: Called between parts of the keys; an exception that it raises ends the work.
 
         Raises:
             ValueError: The arrays do not fit together, or a key is not finite in float16.
@@ -145,6 +147,7 @@ class Datastore:
             basis=basis,
             settings=settings,
             owners=[None] * len(conversations) if owners is None else owners,
+            between=between,
         )
 
     @staticmethod

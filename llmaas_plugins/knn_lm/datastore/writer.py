@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,14 @@ def write_datastore(  # noqa: PLR0913 -- the parts of a datastore
     basis: Basis | None,
     settings: Mapping[str, Any],
     owners: Sequence[str | None],
+    between: Callable[[], None],
 ) -> None:
     """Write a datastore; see :meth:`.Datastore.write`."""
     _check(fingerprint, keys, values, weights, origins, conversations)
     _require("owners", len(owners), len(conversations))
     with np.errstate(over="ignore"):  # overflowed numbers are refused with the infinite ones
         halves = np.ascontiguousarray(keys, np.float16)
-    codes = _quantized(halves, basis)
+    codes = _quantized(halves, basis, between)
     n_wanted = rows_per_neighbor(codes, basis, halves)
     text = DatastoreMetadata(tuple(conversations), settings, n_wanted, tuple(owners)).encoded()
     n_embd = keys.shape[1]
@@ -146,7 +147,7 @@ def _kept(parts: Iterator[Halves], is_kept: NDArray[np.bool_]) -> Iterator[Halve
         first += len(part)
 
 
-def _quantized(keys: Halves, basis: Basis | None) -> KnnCodes:
+def _quantized(keys: Halves, basis: Basis | None, between: Callable[[], None]) -> KnnCodes:
     """Quantize all keys, using each dimension's mean as center and its standard deviation as step.
 
     Raises:
@@ -156,6 +157,7 @@ def _quantized(keys: Halves, basis: Basis | None) -> KnnCodes:
     total, squares = np.zeros(n_dims), np.zeros(n_dims)
     with np.errstate(all="ignore"):
         for part in _coordinates(keys, basis):
+            between()
             total += part.sum(axis=0, dtype=np.float64)
             squares += np.einsum("ij,ij->j", part, part, dtype=np.float64)
     if not np.isfinite(squares).all():
@@ -165,6 +167,7 @@ def _quantized(keys: Halves, basis: Basis | None) -> KnnCodes:
     n_front = None if basis is None else _front(steps)
     codes = KnnCodes.empty(n, center.astype(np.float32), steps.astype(np.float32), n_front)
     for index, part in enumerate(_coordinates(keys, basis)):
+        between()
         knn_quantize(codes, part, index * _ROWS)
     return codes
 

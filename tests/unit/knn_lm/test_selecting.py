@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -13,7 +14,8 @@ from soak import scale
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.knn_lm.archive.archive import Archive
-from llmaas_plugins.knn_lm.archive.files import SELECTED
+from llmaas_plugins.knn_lm.archive.files import ONLINE, SELECTED
+from llmaas_plugins.knn_lm.build import held_out
 from llmaas_plugins.knn_lm.build.archive_source import (
     SelectionParams,
     archive_source,
@@ -22,6 +24,8 @@ from llmaas_plugins.knn_lm.build.archive_source import (
 from llmaas_plugins.knn_lm.build.build_datastore import build_datastore, fit_and_write
 from llmaas_plugins.knn_lm.build.encoder import _windows
 from llmaas_plugins.knn_lm.build.held_out import held_out_targets
+from llmaas_plugins.knn_lm.build.update_datastore import update_datastore
+from llmaas_plugins.knn_lm.datastore import writer
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.selection.algorithms import Selection, offline
 
@@ -227,3 +231,45 @@ def test_windows_give_every_target_once_after_half_a_window(n_tokens, n_ctx):
         assert start == 0 or first_row - start + 1 >= n_ctx // 2
         seen += range(first_row + 1, end)  # targets
     assert seen == list(range(1, n_tokens))
+
+
+# -- refreshes -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_small_parts(monkeypatch):
+    monkeypatch.setattr(held_out, "_PART", 32)
+    monkeypatch.setattr(held_out, "_SOME", 32)
+    monkeypatch.setattr(writer, "_ROWS", 32)
+
+
+@pytest.mark.usefixtures("in_small_parts")
+def test_a_refresh_may_pause_between_all_its_parts(archive):
+    """While it is fitted and written, too, which takes most of its time."""
+    pauses = []
+    done = update_datastore(archive, IN_ALL, pauses.append)
+    assert sum(pauses) == archive.n_pairs
+    n_selected, n_queries = (-(-n // 32) for n in (done.n_pairs, archive.n_pairs))
+    assert pauses.count(0) >= 3 * n_selected + n_queries
+
+
+@pytest.mark.usefixtures("in_small_parts")
+def test_a_refresh_that_is_ended_in_a_pause_changes_nothing(archive):
+    update_datastore(archive, IN_ALL)
+    archive.append(record(99, n_tokens=20))
+    files = [archive.directory / name for name in (SELECTED, ONLINE)]
+    before, n_ended = [path.read_bytes() for path in files], 0
+    while True:
+        left = iter(range(n_ended))
+
+        def end(_, left=left):
+            if next(left, None) is None:
+                raise InterruptedError
+
+        with contextlib.suppress(InterruptedError):
+            update_datastore(archive, IN_ALL, end)
+            break
+        assert [path.read_bytes() for path in files] == before
+        n_ended += 1
+    assert n_ended > 10
+    assert [path.read_bytes() for path in files] != before
