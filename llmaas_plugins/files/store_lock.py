@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from llmaas_plugins.files.private_files import PrivateFiles
 __all__ = ["holder", "lock", "readers", "try_lock", "unlock", "user"]
 
 _MOST_BYTES = 400
+_SECRET = re.compile(r"(--[\w-]*(?:key|password|secret|token)[= ])\S+")
 _GLANCE_S = 0.5
 _STEP_S = 0.005
 _LOCKS = Path("/proc/locks")
@@ -84,7 +86,7 @@ def holder(fd: int) -> str:
 
 
 def _shown(pid: int, command: str) -> str:
-    shown = "".join(c if c.isprintable() else " " for c in command).strip()
+    shown = _discreet("".join(c if c.isprintable() else " " for c in command).strip())
     return f"process {pid} ({shown})" if shown else f"process {pid}"
 
 
@@ -146,4 +148,12 @@ def _write(fd: int, text: bytes) -> None:
 
 
 def _command() -> str:
-    return " ".join([Path(sys.executable or "python").name, *sys.argv])
+    return _discreet(" ".join([Path(sys.executable or "python").name, *sys.argv]))
+
+
+def _discreet(command: str) -> str:
+    """Return a command line without the values of options such as ``--api_key``.
+
+    Messages that name a process end up in logs.
+    """
+    return _SECRET.sub(r"\1…", command)

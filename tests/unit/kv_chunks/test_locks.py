@@ -194,3 +194,15 @@ def test_shared_memory_that_is_too_short_is_built_again(kv, tmp_path, n_bytes, i
         assert load(store, C) == len(C)
 
     assert in_child(work) == 0
+
+
+@pytest.mark.parametrize("option", ["--api_key ", "--client-secret=", "--password ", "--hf_token="])
+def test_a_holders_secrets_are_neither_written_nor_shown(kv, monkeypatch, option):
+    command = f"app.py {option}sesame --max_tokens 5"
+    monkeypatch.setattr("sys.argv", command.split())
+    store = open_store(kv)
+    assert f" app.py {option}… --max_tokens 5" in (kv / "lock").read_text()
+    (kv / "lock").write_text(f"1\n{command}\n")  # as an earlier version wrote it
+    with pytest.raises(StoreError, match=rf"\(app\.py {option}… --max_tokens 5\)"):
+        open_store(kv)
+    store.close()
