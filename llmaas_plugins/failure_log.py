@@ -23,8 +23,9 @@ class FailureLog:
         """Count a failure; log the first one since the last success, with the error's traceback."""
         self.n_failures += 1
         if self.n_failures == 1:
-            told = f"{message}; until it works again, further failures are only counted"
-            self._log.log(self._level, told, *values, exc_info=error)
+            text = (message % values if values else message).rstrip(".")
+            told = "%s; until it works again, further failures are only counted"
+            self._log.log(self._level, told, text, exc_info=error)
 
     def worked(self) -> None:
         """Record a success, so that the next failure is logged."""

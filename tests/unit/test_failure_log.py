@@ -28,3 +28,10 @@ def test_the_first_failure_is_told_and_the_first_after_it_worked(lines):
         "it works again, after 5 failures",
         "cannot write: 9; until it works again, further failures are only counted",
     ]
+
+
+def test_a_sentence_goes_on_without_its_period(lines):
+    failures = FailureLog(logging.getLogger("llmaas.test"))
+    failures.failed("the memory budget: %s", "expected 563 MiB. A shorter context needs less.")
+    end = "A shorter context needs less; until it works again, further failures are only counted"
+    assert lines() == [f"the memory budget: expected 563 MiB. {end}"]
