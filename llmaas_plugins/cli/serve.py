@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+_log = logging.getLogger("llmaas.cli")
+
+_OPEN = (
+    "everyone who reaches %s may use the service and read its contexts, because it has no keys. "
+    "`--api_key KEY` sets one, and service.key_file one for each app."
+)
 _LARGEST = 1e9
 _MOST_INT = {"seed": (1 << 32) - 1, "cache_size": (1 << 63) - 1}
 """Largest integers of the options that take more than 31 bits."""
@@ -101,6 +108,8 @@ def serve(args: argparse.Namespace, rest: list[str]) -> int:
     host = server_settings.host if args.uds is None else None
     tls = tls_context(server_settings.ssl_keyfile, server_settings.ssl_certfile)
     origins = OriginCheck(host, limits.allowed_hosts, limits.allowed_origins)
+    if keys.is_open and not origins.is_local:
+        _log.warning(_OPEN, host)
     admission = _admission(limits, model_settings)
     metrics = Metrics(admission)
     gateway = _gateway(config, app_keys, metrics)
@@ -212,7 +221,8 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
         )
     values, unknown = parser.parse_known_args(rest)
     if unknown:
-        parser.error(unrecognized(unknown, parser))
+        hint = f". Did you mean '--model {unknown[0]}'?" if Path(unknown[0]).is_file() else ""
+        parser.error(unrecognized(unknown, parser) + hint)
     values.model = _model(args, values)
     server, model = parse_settings(values)
     for name, value in (*server, *model):
@@ -222,13 +232,21 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
             "--cache would let apps learn from response times what other apps asked. Leave it out: "
             "kv_chunks keeps prompts, separately for each app."
         )
-    if model.hf_model_repo_id is None and not Path(model.model).is_file():
-        raise ConfigError(f"no such model: {model.model}")
+    if model.hf_model_repo_id is None:
+        _check_file(model.model)
     for name in ("host", "port", "ssl_certfile", "ssl_keyfile"):
         if args.uds is not None and getattr(values, name) is not None:
             raise ConfigError(f"--{name} has no effect with --uds; leave one of them out")
     check_model_options(model)
     return server, model
+
+
+def _check_file(model: str) -> None:
+    """Refuse a model that is no file."""
+    if Path(model).is_dir():
+        raise ConfigError(f"{model} is a folder, expected a model in GGUF: name the file in it.")
+    if not Path(model).is_file():
+        raise ConfigError(f"no such model: {model}")
 
 
 def _check_number(name: str, value: object) -> None:

@@ -19,7 +19,11 @@ _NO_KEY = "No API key was sent; expected the header `Authorization: Bearer KEY`.
 
 
 class ApiKeys:
-    """Keys of a service; a service without keys is open to everyone."""
+    """Keys of a service.
+
+    Attributes:
+        is_open: Whether there are no keys, so that everyone may use the service.
+    """
 
     def __init__(self, administrator: str | None, apps: Mapping[str, str]) -> None:
         """Accept the administrator's key, and the key of each app.
@@ -41,7 +45,7 @@ class ApiKeys:
                 )
         self._administrator = administrator
         self._apps = dict(apps)
-        self._is_open = administrator is None and not apps
+        self.is_open = administrator is None and not apps
 
     def opens(self, authorization: bytes) -> bool:
         """Return whether this ``Authorization`` has a valid key."""
@@ -57,7 +61,7 @@ class ApiKeys:
         Raises:
             Refusal: There is no key, or it is not one of this service's.
         """
-        if self._is_open:
+        if self.is_open:
             return None
         if not authorization:
             raise Refusal(401, _NO_KEY, "invalid_api_key")

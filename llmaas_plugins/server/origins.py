@@ -35,6 +35,11 @@ class OriginCheck:
         self._names = {*_LOOPBACK, *(name.lower() for name in hosts), self._host}
         self._origins = {origin.lower() for origin in origins}
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the service."""
+        return self._host is None or self._host in _LOOPBACK or self._host.startswith("127.")
+
     def check(self, scope: Message) -> None:
         """Refuse requests of pages that may not use the service.
 

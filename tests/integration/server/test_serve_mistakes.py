@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
 from pathlib import Path
 
 import fork_server
@@ -58,6 +59,8 @@ def test_another_model_configuration(refused, monkeypatch):
         (["--toy", "--ssl_certfile", "none"], "cannot use --ssl_certfile none"),
         (["--toy", "--cache", "True"], "--cache would let apps learn from response times"),
         (["--model", "none.gguf"], "no such model: none.gguf"),
+        (["--model", "."], "error: . is a folder, expected a model in GGUF"),
+        (["llmaas.toml"], "arguments: llmaas.toml. Did you mean '--model llmaas.toml'?"),
         (["--toy", "--n_ctx", "-5"], "error: --n_ctx: Input should be greater than or equal to 0"),
         (["--toy", "--lora_path", "none.gguf"], "cannot read --lora_path none.gguf: No such file"),
         (["--toy", "--chat_format", "chatlm"], "no chat format 'chatlm'. Did you mean 'chatglm3'?"),
@@ -82,7 +85,22 @@ def test_another_model_configuration(refused, monkeypatch):
     ],
 )
 def test_mistakes(refused, options, message):
+    Path("llmaas.toml").touch()  # in the test's own folder
     assert message in refused(*options)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        (["--host", "0.0.0.0"], True),
+        (["--host", "127.0.0.1"], False),
+        (["--host", "0.0.0.0", "--api_key", "sesame"], False),
+    ],
+)
+def test_a_service_that_is_open_to_the_network_says_so(refused, caplog, options, is_warned):
+    with socket.create_server(("", 0)) as taken:
+        assert "in use" in refused("--toy", *options, "--port", str(taken.getsockname()[1]))
+    assert ("everyone who reaches 0.0.0.0 may use the service" in caplog.text) == is_warned
 
 
 def test_an_adapter_of_another_model(refused, tmp_path):
