@@ -72,6 +72,7 @@ _TOOLS = ("LLMAAS_BENCH_", "LLMAAS_DATA", "LLMAAS_FUZZ_SEED", "LLMAAS_SOAK")
 _PLAIN = {
     "bool_parsing": "expected true or false",
     "bool_type": "expected true or false",
+    "dict_type": "expected a table",
     "float_parsing": "expected a number",
     "finite_number": "expected a finite number",
     "float_type": "expected a number",
@@ -84,6 +85,10 @@ _PLAIN = {
     "less_than_equal": "expected at most {le}",
     "literal_error": "expected {expected}",
     "missing": "expected a value",
+    "model_type": "expected a table",
+    "path_type": "expected a path",
+    "string_type": "expected a text",
+    "tuple_type": "expected a list",
 }
 """Messages by pydantic's type of error; for other types, pydantic's own."""
 
@@ -211,7 +216,7 @@ def load_config(source: Source = None, environ: Mapping[str, str] | None = None)
         raise ConfigError(_explain(error, origin, _File)) from error
     service = _placed("service", file.service, dict(raw.get("service", {})))
     models = {_absolute(name): _placed("models", one, {}) for name, one in file.models.items()}
-    plugins = {name: _table(table, origin) for name, table in file.plugins.items()}
+    plugins = {name: _table(name, table, origin) for name, table in file.plugins.items()}
     _apply_environment(plugins, environ, code_wins=origin == "code")
     keys = [f"service.{key}" for key in file.service.model_fields_set]
     keys += [f"memory.{key}" for key in file.memory.model_fields_set]
@@ -288,11 +293,13 @@ def _placed(where: str, settings: _Settings, raw: Mapping[str, Any]) -> _Setting
     return settings.model_copy(update=placed)
 
 
-def _table(values: Mapping[str, Any], origin: str) -> PluginTable:
+def _table(name: str, values: Mapping[str, Any], origin: str) -> PluginTable:
     keys = {key: value for key, value in values.items() if key != "enabled"}
     enabled = values.get("enabled", True)
     if not isinstance(enabled, bool):
-        raise ConfigError(f"`enabled` must be true or false, found {enabled!r} ({origin})")
+        raise ConfigError(
+            f"plugins.{name}.enabled: expected true or false, found {enabled!r} ({origin})"
+        )
     return PluginTable(enabled, keys, dict.fromkeys(keys, origin))
 
 

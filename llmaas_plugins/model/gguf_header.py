@@ -263,9 +263,11 @@ class _Cursor:
         return GGUFHeader(fields, spans, tensors, infos_at, infos_end, data_at, n_bytes)
 
     def _counts(self) -> tuple[int, int]:
-        magic, version, n_tensors, n_fields = _START.unpack(self._take(_START.size))
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError("it does not begin like a GGUF file of version 2 or 3")
+        if not self._content.startswith(b"GGUF"):
+            raise ValueError("it does not begin with GGUF" if self._content else "it is empty")
+        _magic, version, n_tensors, n_fields = _START.unpack(self._take(_START.size))
+        if version not in (2, 3):
+            raise ValueError(f"it is of GGUF version {version}, expected 2 or 3")
         if max(n_tensors, n_fields) > _MOST_ENTRIES:
             raise ValueError(f"it claims {n_tensors:,} tensors and {n_fields:,} fields")
         return n_tensors, n_fields

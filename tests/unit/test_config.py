@@ -143,7 +143,12 @@ def test_enabled_by_variable(path, value, enabled):
         ({"on_error": "explode"}, "code: on_error: "),
         ({"service": {"max_queu": 1}}, "unknown key 'service.max_queu'. Did you mean 'max_queue'?"),
         ({"service": {"max_queue": 0}}, "service.max_queue: expected at least 1, found 0"),
-        ({"plugins": {"kv": 3}}, "plugins.kv: "),
+        ({"plugins": {"kv": 3}}, "plugins.kv: expected a table, found 3"),
+        ({"plugins": ["kv"]}, "plugins: expected a table, found ['kv']"),
+        ({"service": 3}, "service: expected a table, found 3"),
+        ({"service": {"state_dir": 3}}, "service.state_dir: expected a path, found 3"),
+        ({"service": {"allowed_hosts": "a"}}, "allowed_hosts: expected a list, found 'a'"),
+        ({"cloud": {"model": 3}}, "cloud.model: expected a text, found 3"),
         ({"cloud": {"model": "large"}}, "code: cloud.base_url: expected a value"),
         ({"cloud": {"keyenv": "KEY"}}, "unknown key 'cloud.keyenv'. Did you mean 'key_env'?"),
         (
@@ -155,7 +160,7 @@ def test_enabled_by_variable(path, value, enabled):
             {"cloud": {"apps": {"mail": {"keep": True, "private": True}}}},
             "the cloud says nothing to a private app",
         ),
-        ({"plugins": {"kv": {"enabled": "yes"}}}, "true or false, found 'yes' (code)"),
+        ({"plugins": {"kv": {"enabled": "yes"}}}, "plugins.kv.enabled: expected true or false"),
     ],
 )
 def test_wrong_tables(source, message):
