@@ -57,6 +57,10 @@ class _Parser(argparse.ArgumentParser):
         """Print the message in one line, with the nearest choice for a mistyped one, and exit."""
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
             message += "." + suggest(found[1], re.findall(r"[\w-]+", found[2]))
+        elif message.startswith("the following arguments are required: ") and "--" not in message:
+            greedy = [one.option_strings[-1:] for one in self._actions if one.nargs == "+"]
+            if names := [name for found in greedy for name in found]:
+                message += f". Put it before {' and '.join(names)}, which take all that follows."
         super().error(one_line(message))
 
 

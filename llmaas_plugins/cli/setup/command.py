@@ -15,9 +15,10 @@ from pydantic import ValidationError
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.chats.exports import load_conversations
-from llmaas_plugins.cli.files import check_room, check_target
+from llmaas_plugins.cli.files import check_room, check_target, folder_beside
+from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import add_model_action, identified
+from llmaas_plugins.cli.models import add_model_action, check_file, identified
 from llmaas_plugins.cli.output import duration_text, print_report, size_text
 from llmaas_plugins.cli.setup.config_text import check_ours
 from llmaas_plugins.cli.setup.estimates import Estimates, estimates_of
@@ -31,6 +32,7 @@ from llmaas_plugins.machine import (
     release_memory,
     resident_bytes,
     room,
+    total_bytes,
     usable_processors,
 )
 from llmaas_plugins.server import import_server
@@ -116,8 +118,7 @@ def _job(args: argparse.Namespace) -> Job:
     """Return what to set up, with its files checked."""
     from llmaas_plugins.elastic.metadata import read_elastic
 
-    if not args.model.is_file():
-        raise ConfigError(f"found no file {args.model}; expected a model in GGUF.")
+    check_file(args.model)
     model, chats = args.model.absolute(), tuple(chat.absolute() for chat in args.chats)
     if not str(model).isprintable():  # llmaas.toml could not name it
         raise ConfigError(f"{str(model)!r} has characters that cannot be printed: rename it.")
@@ -139,10 +140,9 @@ def _check_memory(model: Path, memory: str) -> None:
     """Refuse memory that is too little for the model, before anything takes minutes.
 
     Raises:
-        ConfigError: The model is no GGUF file.
+        ConfigError: The model is no GGUF file, or the machine has less memory.
         UnmetBudgetError: Not even a short context can run in it, with all weights streamed.
     """
-    from llmaas_plugins.cli.flash.pack import tensors_of
     from llmaas_plugins.flash_weights.model_sizes import metadata_of, sizes_of, whole_bytes
     from llmaas_plugins.flash_weights.planner import check_budget
 
@@ -150,6 +150,8 @@ def _check_memory(model: Path, memory: str) -> None:
     import_server()  # the process is to be as large as that of `llmaas serve`
     release_memory()
     budget, process = memory_bytes(memory), resident_bytes()
+    if budget > (most := total_bytes()):
+        raise ConfigError(f"--memory is {memory}, expected at most {size_text(most)}.")
     if budget < process + whole_bytes(tensors, metadata):
         check_budget(sizes_of(tensors, metadata, _N_CTX), process, budget, _N_CTX)
 
@@ -175,8 +177,9 @@ def _check_options(args: argparse.Namespace, job: Job) -> None:
 def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
     _say(_about(job))
     run = Run(job, path, args.memory, _say)
-    estimates = estimates_of(job)
     left = {step.name for step in run.steps if not run.is_done(step)}
+    _check_folder(job, left)
+    estimates = estimates_of(job)
     for line in _announced(run, estimates, left):
         _say(line)
     report: dict[str, Any] = {
@@ -203,6 +206,18 @@ def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
         report["improving"] = begin_improving(run, args)
     print_report(args, report, _then(args, job, report, estimates, is_fine=status == 0))
     return status
+
+
+def _check_folder(job: Job, left: set[str]) -> None:
+    """Check the folder of the model before anything takes minutes.
+
+    Raises:
+        StoreError: The folder cannot be written.
+    """
+    if left & {"prepare", "pack"}:
+        then = " The files are written beside the model: link it into a folder that can be written."
+        with folder_beside(job.made, then):
+            pass
 
 
 def _about(job: Job) -> str:

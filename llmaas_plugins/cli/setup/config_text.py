@@ -20,7 +20,7 @@ _FIRST = re.compile(r"# Written by `llmaas setup`; sha256 of the lines below: ([
 
 
 _READ = (
-    "# Requests may read a share of their prompts, such as prompt_share = 0.5, and do so where no\n"
+    '# Requests may read a part of their prompts, as with "prompt_share": 0.5, and do so where no\n'
     "# level is fast enough for the latency that they name"
 )
 _SHORT_PROMPTS = f"{_READ}.\n[plugins.short_prompts]\n"
@@ -80,12 +80,12 @@ def config_text(settings: Settings) -> str:
     )
     if settings.table is not None:
         parts.append(
-            "# Nine widths of the model, chosen for each request: level = 0.2 to 1.0.\n"
+            '# Nine widths of the model. A request may choose one: "level": 0.6, from 0.2 to 1.0.\n'
             f'[plugins.elastic]\ntable = "{settings.table}"\n'
         )
         parts.append(
-            '# A request may name its latency, such as slo = "300 ms/60 ms", and gets the best\n'
-            "# level that keeps it.\n[plugins.deadlines]\n"
+            '# A request may name its latency, as "slo": {"ttft": "300 ms", "tpot": "60 ms"}, and\n'
+            "# gets the best level that keeps it.\n[plugins.deadlines]\n"
         )
         parts.append(_SHORT_PROMPTS if settings.has_words else _NO_SHORT_PROMPTS)
     if settings.is_packed:

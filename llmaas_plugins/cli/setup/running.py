@@ -86,7 +86,7 @@ class Run:
         for i, step in enumerate(steps, 1):
             if self.is_done(step):
                 continue
-            self.say(f"step {i} of {len(steps)}: {step.what}")
+            self.say(f"setup, step {i} of {len(steps)}: {step.what}")
             started = time.perf_counter()
             try:
                 with self._writing(step):

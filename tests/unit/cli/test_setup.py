@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
+import re
 import tomllib
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +17,7 @@ from gguf import GGUFWriter
 
 from llmaas_eval.families import write_family
 from llmaas_eval.models import finish, open_writer
-from llmaas_hooks import ConfigError
+from llmaas_hooks import ConfigError, Levels, Limit, Promise, StoreError
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.setup import running
 from llmaas_plugins.cli.setup.config_text import Settings, check_ours, config_text, write_config
@@ -24,6 +27,9 @@ from llmaas_plugins.cli.setup.steps import Job, improving_steps, steps_of
 from llmaas_plugins.config import load_config
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.reference_model import reference_model_path
+from llmaas_plugins.service.level_arguments import levels_of
+from llmaas_plugins.service.promise_arguments import promise_of
+from llmaas_plugins.service.share_arguments import share_of
 from llmaas_plugins.sizes import memory_bytes
 
 
@@ -173,6 +179,14 @@ def test_the_configuration_can_be_loaded(settings, tmp_path):
     assert config.plugins["knn_lm"].values == {"store": str(settings.store)}
 
 
+def test_the_fields_that_its_comments_name_are_those_of_requests(settings):
+    named = re.findall(r'"\w+": (?:\{.*?\}|[\d.]+)', config_text(settings))
+    fields = json.loads(f"{{{', '.join(named)}}}")
+    assert promise_of(fields["slo"]) == Promise(Limit.of("300 ms"), Limit.of("60 ms"))
+    assert levels_of(fields["level"]) == Levels(0.6, 0.6)
+    assert share_of(fields["prompt_share"]) == Levels(prompt_share=0.5)
+
+
 def test_only_what_was_made_is_configured(settings):
     bare = replace(
         settings, made=settings.model, table=None, is_packed=False, store=None, memory=None
@@ -262,6 +276,7 @@ def test_records_are_kept_by_the_model(monkeypatch, tmp_path):
     ("options", "message"),
     [
         (["missing.gguf"], "found no file missing.gguf"),
+        (["."], ". is a folder, expected a model in GGUF"),
         ([str(reference_model_path()), "--chats", "none.json"], "none.json: cannot read"),
         ([str(reference_model_path()), "-o", "none/llmaas.toml"], "found no folder"),
         (["line\nbreak.gguf"], "found no file"),
@@ -299,3 +314,40 @@ def test_a_configuration_of_somebody_else_is_refused_at_once(tmp_path, capsys, m
     (tmp_path / "llmaas.toml").write_text("[plugins.kv_chunks]\n")
     assert main(["setup", str(reference_model_path())]) == 2
     assert "was not written by `llmaas setup`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [("2 MiB", "a memory_budget of 2 MiB cannot be met"), ("900 TiB", "900 TiB, expected at most")],
+)
+def test_memory_that_cannot_do_is_refused_before_anything_is_done(
+    memory, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["setup", str(reference_model_path()), "--memory", memory, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_in_a_folder_that_cannot_be_written_is_refused_at_once(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").symlink_to(reference_model_path())
+
+    @contextlib.contextmanager
+    def refusing(path, then):
+        if path.name != "llmaas.toml":
+            raise StoreError(f"cannot write beside {path}: Read-only file system.{then}")
+        yield
+
+    monkeypatch.setattr("llmaas_plugins.cli.setup.command.folder_beside", refusing)
+    assert main(["setup", "model.gguf", "--dry-run"]) == 2
+    assert "Read-only file system. The files are written beside the model" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_model_after_chats_is_missed_with_a_hint(capsys):
+    with pytest.raises(SystemExit):
+        main(["setup", "--chats", "chats.jsonl", "model.gguf"])
+    assert "MODEL.gguf. Put it before --chats and --skip" in capsys.readouterr().err
