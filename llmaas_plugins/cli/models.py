@@ -4,30 +4,91 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.output import progress_bar, progress_bar_on_copy
 from llmaas_plugins.model.loading import loaded
 
 if TYPE_CHECKING:
     from llmaas_plugins.model.forward import Evaluator
 
-__all__ = ["add_model_action", "evaluator_of", "identified", "opening", "trained_context"]
+__all__ = [
+    "add_model_action",
+    "as_loaded",
+    "check_file",
+    "evaluator_of",
+    "identified",
+    "opening",
+    "trained_context",
+]
 
 _POLL_S = 0.2
 
 
 def add_model_action(  # noqa: PLR0913  an action consists of these
-    actions: Any, name: str, func: Any, text: str, description: str, *, is_prepared: bool = False
+    actions: Any,
+    name: str,
+    func: Any,
+    text: str,
+    description: str,
+    *,
+    is_prepared: bool = False,
+    is_loaded: bool = False,
 ) -> argparse.ArgumentParser:
-    """Register an action on a model, or on a prepared model."""
+    """Register an action on a model, on a prepared model, or on the file that apps load for it."""
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
     metavar, what = ("FILE", "the prepared model") if is_prepared else ("MODEL", "the model")
     parser.add_argument("model", type=Path, metavar=f"{metavar}.gguf", help=what)
-    parser.set_defaults(func=func)
+    parser.set_defaults(func=_on_loaded(func) if is_loaded else func)
     return parser
+
+
+def as_loaded(model: Path, config: str | None = None) -> Path:
+    """Return the file that apps load in a model's place, and say so; the model itself if none is.
+
+    Args:
+        model: Path of the model.
+        config: Path of the configuration; None for the one that apps find.
+
+    Raises:
+        ConfigError: The configuration cannot be read.
+    """
+    from llmaas_plugins.config import load_config
+    from llmaas_plugins.model.made_files import MadeFiles
+
+    made = MadeFiles(load_config(config).models).llmaas_model_path(str(model.absolute()))
+    if made is None:
+        return model
+    print(f"Apps load {made} in place of {model}, and so does this command.", file=sys.stderr)
+    return Path(made)
+
+
+def _on_loaded(func: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Return a command that works on the file that apps load in its model's place."""
+
+    @functools.wraps(func)
+    def run(args: argparse.Namespace) -> int:
+        args.model = as_loaded(args.model)
+        return func(args)
+
+    return run
+
+
+def check_file(model: Path) -> None:
+    """Check that a model is a file.
+
+    Raises:
+        ConfigError: Nothing has this path, or a folder or a device.
+    """
+    if model.is_dir():
+        raise ConfigError(f"{model} is a folder, expected a model in GGUF: name the file in it.")
+    if not model.is_file():
+        raise ConfigError(f"found no file {model}; expected a model in GGUF.")
 
 
 def identified(model: Path) -> str:

@@ -27,12 +27,14 @@ __all__ = [
     "size_text",
 ]
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 _MINUTE_S, _HOUR_S = 60, 3600
 
 
 def size_text(n_bytes: int) -> str:
-    """Format a number of bytes as KiB or MiB."""
+    """Format a number of bytes as KiB, MiB or, from 10 GiB on, GiB."""
+    if n_bytes >= 10 * _GIB:
+        return f"{n_bytes / _GIB:.1f} GiB"
     return f"{n_bytes / _MIB:.1f} MiB" if n_bytes >= _MIB else f"{n_bytes / 1024:.0f} KiB"
 
 

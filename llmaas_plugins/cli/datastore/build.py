@@ -17,7 +17,7 @@ from llmaas_hooks import ConfigError, ContextCreate, ModelLoad, StoreError, hook
 from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore.settings import datastore_directory, datastore_settings
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import trained_context
+from llmaas_plugins.cli.models import as_loaded, trained_context
 from llmaas_plugins.cli.options import at_least, finite
 from llmaas_plugins.cli.output import counted, print_report, progress_bar
 from llmaas_plugins.cli.store_actions import add_action
@@ -158,6 +158,7 @@ def _add(args: argparse.Namespace) -> IngestCounts:
     from llmaas_plugins.knn_lm.build.ingest import add_conversations, binding_of
 
     found = _conversations(args)
+    args.model = as_loaded(args.model, args.config)
     stopped = "what was added is kept; repeat the command to add the rest"
     with contextlib.ExitStack() as opened:
         natives = _Natives()

@@ -54,6 +54,7 @@ def add_learn(actions: Any) -> None:
         "the whole model's, and keep the results. With --shares, answers to parts of the prompts "
         "are compared, too. Stop it at any time: the same command goes on.",
         is_prepared=True,
+        is_loaded=True,
     )
     add = parser.add_argument
     add(

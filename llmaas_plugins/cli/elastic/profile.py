@@ -36,6 +36,7 @@ def add_profile(actions: Any) -> None:
         "Measure the time to the first token and the time of each further token at each level of a "
         "prepared model, for several prompt lengths and numbers of threads, and keep the results.",
         is_prepared=True,
+        is_loaded=True,
     )
     parser.add_argument(
         "--table",
@@ -204,12 +205,16 @@ def _cells(curves: Curves, thread: int, level: int) -> list[str]:
 
 def _numbers(least: int, most: int) -> Any:
     def parsed(text: str) -> tuple[int, ...]:
-        numbers = sorted({int(part) for part in text.split(",")})
+        try:
+            numbers = sorted({int(part) for part in text.split(",")})
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"expected integers such as 32,128, found {text!r}"
+            ) from None
         if numbers[0] < least:
             raise argparse.ArgumentTypeError(f"{numbers[0]} is below {least}")
         if numbers[-1] > most:
             raise argparse.ArgumentTypeError(f"{numbers[-1]} is above {most}")
         return tuple(numbers)
 
-    parsed.__name__ = "list of numbers"  # argparse puts this into its error messages
     return parsed

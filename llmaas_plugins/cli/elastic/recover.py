@@ -60,6 +60,7 @@ def add_recover(actions: Any) -> None:
         "--nproc-per-node N -m llmaas_plugins.cli.main elastic recover …` shares the work among "
         "processes or machines.",
         is_prepared=True,
+        is_loaded=True,
     )
     add = parser.add_argument
     add(

@@ -33,6 +33,7 @@ def add_show(actions: Any) -> None:
         "Print a prepared model's levels: the share of the blocks' bytes that each level uses, "
         "without and with key and value projections, and its groups and neurons in each layer.",
         is_prepared=True,
+        is_loaded=True,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -30,6 +30,7 @@ def add_check(actions: Any) -> None:
         "verify the files that `pack` wrote",
         "Read the files that `llmaas flash pack` wrote for a model, and verify their checksums. "
         "Exit status 1 means that a file is damaged or another model's, or that there is none.",
+        is_loaded=True,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

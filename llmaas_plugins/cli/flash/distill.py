@@ -72,6 +72,7 @@ def add_distill(actions: Any) -> None:
         "a GPU that torch can use, unless CUDA_VISIBLE_DEVICES is empty. Stop it at any time: the "
         "same command goes on. `torchrun --nproc-per-node N -m "
         "llmaas_plugins.cli.main flash distill …` shares the work among processes or machines.",
+        is_loaded=True,
     )
     add = parser.add_argument
     add("-o", "--output", type=Path, metavar="FILE", help="output (default: MODEL.channels)")

@@ -13,7 +13,8 @@ from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.flash.sharing import measured_shares
 from llmaas_plugins.cli.given_text import tokens_of
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import add_model_action, identified, opening
+from llmaas_plugins.cli.models import add_model_action, check_file, identified, opening
+from llmaas_plugins.cli.options import at_least
 from llmaas_plugins.cli.output import progress_bar
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def add_pack(actions: Any) -> None:
         "them on this processor. `flash_weights` then streams them from that file and computes as "
         "fast as llama.cpp with a model in memory. The model file is still needed. If the command "
         "is stopped, run it again to continue.",
+        is_loaded=True,
     )
     parser.add_argument(
         "--sparse",
@@ -98,8 +100,7 @@ def tensors_of(model: Path) -> Mapping[str, TensorInfo]:
 
     from llmaas_patches.native.packing import model_tensors
 
-    if not model.is_file():
-        raise ConfigError(f"found no file {model}; expected a model in GGUF.")
+    check_file(model)
     _refuse_packed(model)
     set_verbose(False)  # ggml logs every weight
     tensors = model_tensors(model)
@@ -122,9 +123,11 @@ def is_packed(model: Path, tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def _group_layers(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= _MOST_GROUP_LAYERS:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {_MOST_GROUP_LAYERS}")
+    number = at_least(1)(text)
+    if number > _MOST_GROUP_LAYERS:
+        raise argparse.ArgumentTypeError(
+            f"expected at most {_MOST_GROUP_LAYERS} layers, found {number}"
+        )
     return number
 
 

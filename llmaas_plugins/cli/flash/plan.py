@@ -46,6 +46,7 @@ def add_plan(actions: Any) -> None:
         "predict the time for a token within a memory budget, and recommend settings",
         "Measure the disk, and predict the time for a token within a memory budget from that and "
         "the model's sizes: in the exact mode, in the sparse mode, and in ActiveFlow's pipeline.",
+        is_loaded=True,
     )
     parser.add_argument(
         "--memory-budget",
@@ -370,7 +371,12 @@ def _size(text: str) -> int:
 def _sparsity(text: str) -> float:
     from llmaas_plugins.flash_weights.planner import MOST_SPARSITY
 
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 <= number <= MOST_SPARSITY:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MOST_SPARSITY}")
+        raise argparse.ArgumentTypeError(
+            f"expected a share from 0 to {MOST_SPARSITY}, found {text!r}"
+        )
     return number

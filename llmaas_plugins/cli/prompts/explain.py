@@ -36,6 +36,7 @@ def add_explain(actions: Any) -> None:
         explain,
         "show what a request would read of a prompt",
         "Print a prompt with the words that would be left out between [- and -].",
+        is_loaded=True,
     )
     add = parser.add_argument
     add(
@@ -62,6 +63,8 @@ def explain(args: argparse.Namespace) -> int:
     from llmaas_plugins.elastic.metadata import read_elastic
     from llmaas_plugins.model.loading import load_errors
 
+    if not 0 < args.share <= 1:
+        raise ConfigError(f"--share is {args.share}, expected a number above 0, at most 1.0.")
     text = _text(args.text)
     plugins = {"short_prompts": {**configured(args.scorer), "share": args.share}}
     if read_elastic(args.model) is not None:
@@ -89,6 +92,8 @@ def _text(path: Path | None) -> bytes:
     Raises:
         ConfigError: It is empty or too long.
     """
+    if path is None and sys.stdin.isatty():
+        print("type the prompt, then Ctrl-D; `--text FILE` reads a file", file=sys.stderr)
     text = sys.stdin.buffer.read(_MOST_BYTES + 1) if path is None else content_of(path)
     if not 0 < len(text) <= _MOST_BYTES:
         raise ConfigError(f"expected a prompt of 1 to {_MOST_BYTES} bytes, found {len(text)}.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.given_text import add_prompt_text, prompt_texts
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import identified
+from llmaas_plugins.cli.models import as_loaded, identified
 from llmaas_plugins.cli.options import at_least, finite, require_torch
 from llmaas_plugins.cli.output import (
     counted,
@@ -58,7 +58,7 @@ def learn(args: argparse.Namespace) -> int:
     _check(args)
     require_torch("learning which words to keep")
     if args.model is not None:
-        args.model = _loaded_in_place_of(args.model)
+        args.model = as_loaded(args.model)
     from llmaas_plugins.files.file_bytes import as_store_error
     from llmaas_plugins.short_prompts.encoder.body import body_folder, read_body
     from llmaas_plugins.short_prompts.encoder.model_file import GENERAL, encoder_path
@@ -77,16 +77,6 @@ def learn(args: argparse.Namespace) -> int:
 
 
 # -- internals -----------------------------------------------------------------------------------
-
-
-def _loaded_in_place_of(model: Path) -> Path:
-    """Return the file that apps load in a model's place, whose answers are to be explained."""
-    from llmaas_plugins.config import load_config
-    from llmaas_plugins.model.made_files import file_in_place_of
-
-    path, setup = model.absolute(), f"`llmaas setup {model}`"
-    found = file_in_place_of(path, load_config().models, setup)
-    return model if found == path else found
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
@@ -243,3 +233,4 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"{100 * report['auc_by_length']:.1f} %"
     )
     yield f"kept in {report['path']} ({size_text(report['bytes'])})"
+    yield "A table [plugins.short_prompts] in llmaas.toml lets requests use it."

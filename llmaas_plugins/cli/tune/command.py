@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import check_target, content_of
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import add_model_action
+from llmaas_plugins.cli.models import add_model_action, check_file
 from llmaas_plugins.cli.options import add_config_option, positive
 from llmaas_plugins.cli.output import print_report
 from llmaas_plugins.cli.setup.config_text import write_switches
@@ -107,8 +107,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Path]:
     """
     from llmaas_plugins.cli.tune.parts import Plan, parts_of
 
-    if not args.model.is_file():
-        raise ConfigError(f"found no file {args.model}; expected a model in GGUF.")
+    check_file(args.model)
     # which plugins are on, and their settings, are the file's: others would be measured in vain
     environ = {name: value for name, value in os.environ.items() if "LLMAAS_PLUGINS" not in name}
     config, model = load_config(args.config, environ), args.model.absolute()

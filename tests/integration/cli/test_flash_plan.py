@@ -196,8 +196,8 @@ def test_a_budget_that_is_too_small(made, capsys, machine):
     [
         (["--memory-budget", "much"], "expected a size"),
         (["--memory-budget", "0"], "is not above 0"),
-        (["--sparsity", "0.96"], "not between 0 and 0.95"),
-        (["--sparsity", "half"], "half"),
+        (["--sparsity", "0.96"], "expected a share from 0 to 0.95, found '0.96'"),
+        (["--sparsity", "half"], "expected a share from 0 to 0.95, found 'half'"),
         (["--context", "0"], "expected an integer from 1 on, found '0'"),
         (["--context", "1.5"], "1.5"),
         (["--seconds", "inf"], "expected a number above 0, up to 1e+09, found 'inf'"),

@@ -13,6 +13,7 @@ import pytest
 from llmaas_eval.sizes.watching import Limits, watch
 from llmaas_hooks import StoreError
 from llmaas_plugins.cli import models
+from llmaas_plugins.cli.main import main
 from llmaas_plugins.files import digest_cache
 from llmaas_plugins.model import digest
 from llmaas_plugins.model.digest import file_digest
@@ -89,3 +90,61 @@ def test_what_cannot_be_read_is_said(tmp_path, bars):
     with pytest.raises(StoreError, match=r"cannot read .*none\.gguf"):
         models.identified(tmp_path / "none.gguf")
     assert not bars
+
+
+@pytest.fixture
+def replaced(tmp_path, monkeypatch):
+    """Return a file that ``llmaas.toml`` names in place of model.gguf; neither is a model."""
+    model, made = tmp_path / "model.gguf", tmp_path / "made.gguf"
+    model.write_bytes(b"model")
+    made.write_bytes(b"made")
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
+    (tmp_path / "llmaas.toml").write_text(
+        f'[models."{model}"]\nfile = "{made}"\ndigest = "{file_digest(model)}"\n'
+        f'file_digest = "{file_digest(made)}"\n'
+    )
+    monkeypatch.delenv("LLMAAS_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+COMMANDS = (
+    *("flash pack", "flash check", "flash plan", "flash distill"),
+    *("elastic show", "elastic profile", "elastic recover"),
+    *("deadlines learn", "prompts explain --text chats.jsonl"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_takes_the_file_that_apps_load(replaced, capsys, command):
+    assert main([*command.split(), "model.gguf"]) == 2
+    assert f"Apps load {replaced} in place of model.gguf" in capsys.readouterr().err
+
+
+def test_a_datastore_is_built_for_the_file_that_apps_load(replaced, capsys):
+    assert main(["datastore", "build", "chats.jsonl", "--store", "s", "--model", "model.gguf"]) == 2
+    assert f"{replaced} is not a GGUF file" in capsys.readouterr().err
+
+
+def test_a_file_that_apps_do_not_load_is_taken_as_it_is(replaced, capsys, caplog):
+    assert models.as_loaded(replaced) == replaced
+    replaced.write_bytes(b"changed")
+    model = replaced.with_name("model.gguf")
+    assert models.as_loaded(model) == model
+    assert f"{replaced} was changed since" in caplog.text
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is empty."),
+        (b"some text", "it does not begin with GGUF."),
+        (b"GGUF\x63\0\0\0" + bytes(16), "it is of GGUF version 99, expected 2 or 3."),
+        (b"GGUF", "its metadata is truncated."),
+    ],
+)
+def test_a_file_that_is_no_model_says_why(tmp_path, capsys, content, reason):
+    (tmp_path / "model.gguf").write_bytes(content)
+    assert main(["flash", "check", str(tmp_path / "model.gguf")]) == 2
+    assert f"is not a GGUF file, or is damaged: {reason}" in capsys.readouterr().err
