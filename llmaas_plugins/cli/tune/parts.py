@@ -164,6 +164,8 @@ def _figures(plan: Plan, name: str, passed: Sequence[str], bench: Bench) -> Figu
 
 
 def _at_most(seconds: float) -> str:
+    if seconds < 1:
+        return "with as few pairs as possible, because the time is up"
     return f"at most about {duration_text(seconds)}"
 
 
