@@ -12,6 +12,7 @@ from reading import reader_of
 from llmaas_hooks import LimitError, StoreError
 from llmaas_plugins import activate
 from llmaas_plugins.files import sqlite_erasing
+from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 from llmaas_plugins.service import LLMService, ServiceConfig
 from llmaas_plugins.service.call_queue import CallQueue
@@ -85,6 +86,30 @@ def test_text_and_tokens_are_gone_when_the_call_returns(chats, opened):
     (again,) = service.bind("mail").contexts()
     assert again.id == kept.id
     assert again.call("And tomorrow?", **SAMPLING).text
+
+
+def test_killed_while_a_turn_is_being_saved(chats, opened, tmp_path, monkeypatch):
+    """Chunks that the disk got before the turn's last chunk was saved belong to the context."""
+    folder, secret, _, _ = chats
+    stored = []
+    put = ChunkStore.put
+
+    def put_and_copy(self, wanted, *args, **kwargs):
+        is_put = put(self, wanted, *args, **kwargs)
+        stored.append(wanted.tokens)
+        if len(stored) == 3:
+            self.flush()
+            shutil.copytree(folder, tmp_path / "killed")
+        return is_put
+
+    monkeypatch.setattr(ChunkStore, "put", put_and_copy)
+    secret.call(f"{SECRET} Repeat it three times, and say what it may open. " * 2, **SAMPLING)
+    monkeypatch.setattr(ChunkStore, "put", put)
+    opened.close()
+    assert left_in(tmp_path / "killed", stored[:3]) == stored[:3]
+    _, service = opened(tmp_path / "killed")
+    service.bind("mail").context(secret.id).delete()
+    assert left_in(tmp_path / "killed", stored[:3]) == []
 
 
 STEPS = {

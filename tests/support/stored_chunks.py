@@ -29,7 +29,8 @@ def put(store, geometry, ids, name=None):
     """Put a whole context, which must find room."""
     bound = chunk_bound(geometry, Codec.RAW, 16)
     for i in store.missing(ids):
-        assert store.put(ids[i], bound, encoder(geometry, ids[i]), is_first=i == 0)
+        encode = encoder(geometry, ids[i])
+        assert store.put(ids[i], bound, encode, is_first=i == 0, context_id=name)
     store.touch(ids)
     if name is not None:
         store.set_head(name, ids)

@@ -160,6 +160,7 @@ class ChunkStore(forks.Forked):
         encode: Callable[[NDArray[np.uint8]], int],
         *,
         is_first: bool,
+        context_id: str | None = None,
     ) -> bool:
         """Claim space for a chunk and let ``encode`` fill it.
 
@@ -168,6 +169,8 @@ class ChunkStore(forks.Forked):
             bound: Most bytes that ``encode`` may write.
             encode: Function that fills the given array and returns the number of bytes written.
             is_first: Whether the chunk begins a context; any other chunk needs its parent.
+            context_id: Named context that the chunk continues, or None. It ends with a new chunk
+                at once: the disk may get the chunk before the context's last.
 
         Returns:
             False if there is no space for the chunk or its parent is missing; the chunk will be
@@ -194,15 +197,19 @@ class ChunkStore(forks.Forked):
             if is_stored or not (is_first or self._residency.tree.get(wanted.parent)):
                 self._residency.ram.cancel(offset, size)
                 return is_stored
-            chunk = Chunk(wanted, size, bits, ram=offset)
-            if existing is not None:
-                chunk.attention, chunk.n_scores = existing.attention, existing.n_scores
-            self._residency.add(chunk)
-            for old in self._residency.tree.superseded_by(wanted):
-                self._residency.drop(old)
-            self._residency.counters.claimed_chunks += 1
-            self._residency.counters.claimed_bytes += size
+            self._add(Chunk(wanted, size, bits, ram=offset), existing, context_id)
         return True
+
+    def _add(self, chunk: Chunk, ghost: Chunk | None, context_id: str | None) -> None:
+        if ghost is not None:
+            chunk.attention, chunk.n_scores = ghost.attention, ghost.n_scores
+        self._residency.add(chunk)
+        if context_id is not None and ghost is None:
+            self._end_with(context_id, chunk)
+        for old in self._residency.tree.superseded_by(chunk.id):
+            self._residency.drop(old)
+        self._residency.counters.claimed_chunks += 1
+        self._residency.counters.claimed_bytes += chunk.size
 
     def drop_replaced_tail(self, context_id: str, ids: Sequence[ChunkId]) -> None:
         """Drop the chunks that only this context needs and that are not in ``ids``."""
@@ -218,12 +225,14 @@ class ChunkStore(forks.Forked):
         with self._residency.changing():
             found = itertools.takewhile(bool, self.find(ids))
             whole = [chunk for chunk in found if chunk is not None]
-            if not whole:
-                return
-            old = self._residency.tree.set_head(context_id, whole[-1].id.key)
-            if old is not None and old not in whole:
-                for chunk in list(self._residency.tree.removable_from(old)):
-                    self._residency.drop(chunk)
+            if whole:
+                self._end_with(context_id, whole[-1])
+
+    def _end_with(self, context_id: str, last: Chunk) -> None:
+        old = self._residency.tree.set_head(context_id, last.id.key)
+        if old is not None:
+            for chunk in list(self._residency.tree.removable_from(old)):
+                self._residency.drop(chunk)
 
     # -- tolerance (LLMS §3.2), working sets (§3.4) -----------------------------------------------
 

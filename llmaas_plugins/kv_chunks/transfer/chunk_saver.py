@@ -42,7 +42,12 @@ class ChunkSaver:
         self._failures = FailureLog(_log, logging.WARNING)
 
     def save(
-        self, root: bytes, ids: Sequence[ChunkId], n_tokens: int, bits: NDArray[np.int64] | None
+        self,
+        root: bytes,
+        ids: Sequence[ChunkId],
+        n_tokens: int,
+        bits: NDArray[np.int64] | None,
+        context_id: str | None,
     ) -> None:
         """Put the chunks into the store that are stored nowhere yet.
 
@@ -51,6 +56,7 @@ class ChunkSaver:
             ids: Identities of the chunks of sequence 0, from position 0 on.
             n_tokens: Number of tokens in them.
             bits: Bits per value of each chunk, shape ``(n_chunks,)``; None if the codec has none.
+            context_id: Name of the persistent context that ends with them, or None.
 
         Raises:
             BudgetError: The RAM budget is too small for this model; nothing was changed.
@@ -68,18 +74,19 @@ class ChunkSaver:
             return
         with self._staging.used():
             for run in _runs(missing, step, self._window_chunks):
-                if not self._save_run(geometry, run, ids, n_tokens, bits):
+                if not self._save_run(geometry, run, ids, n_tokens, bits, context_id):
                     break
             else:
                 self._failures.worked()
 
-    def _save_run(
+    def _save_run(  # noqa: PLR0913, PLR0917  the arguments of save, and a run
         self,
         geometry: KVGeometry,
         run: range,
         ids: Sequence[ChunkId],
         n_tokens: int,
         bits: NDArray[np.int64] | None,
+        context_id: str | None,
     ) -> bool:
         start = run.start * CHUNK_TOKENS
         end = min(run.stop * CHUNK_TOKENS, n_tokens)
@@ -96,7 +103,14 @@ class ChunkSaver:
         levels = [_native.CHUNK_BITS] * len(ids) if bits is None else bits.tolist()
         return all(
             self._save_chunk(
-                geometry, ids[i], blob, end - start, i * CHUNK_TOKENS - start, levels[i], i == 0
+                geometry,
+                ids[i],
+                blob,
+                end - start,
+                i * CHUNK_TOKENS - start,
+                levels[i],
+                i == 0,
+                context_id,
             )
             for i in run
         )
@@ -110,6 +124,7 @@ class ChunkSaver:
         first: int,
         bits: int,
         is_first: bool,
+        context_id: str | None,
     ) -> bool:
         n_tokens = min(CHUNK_TOKENS, n_cells - first)
 
@@ -120,6 +135,7 @@ class ChunkSaver:
                 _native.chunk_bound(geometry, codec, n_tokens, bits),
                 lambda out: _native.chunk_encode(geometry, codec, *at, out, bits),
                 is_first=is_first,
+                context_id=context_id,
             )
 
         try:

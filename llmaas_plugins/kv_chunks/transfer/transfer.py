@@ -106,7 +106,7 @@ class Transfer:
         bits = None if self._bit_allocator is None else self._bit_allocator.choose(ids, attention)
         if context_id is not None:
             self._store.drop_replaced_tail(context_id, ids)
-        self._saver.save(root, ids, len(tokens), bits)
+        self._saver.save(root, ids, len(tokens), bits, context_id)
         geometry = self._layout.geometry
         if self._bit_allocator is not None and bits is not None and geometry is not None:
             self._bit_allocator.apply(ids, bits, attention, geometry)

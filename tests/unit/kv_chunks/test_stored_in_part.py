@@ -20,7 +20,7 @@ from kv_stores import (
     open_store,
     save,
 )
-from stored_chunks import payload
+from stored_chunks import encoder, payload
 
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
@@ -85,6 +85,40 @@ def test_a_context_that_grew_before_the_process_was_killed(tmp_path):
     assert load(store, A) == 48
     assert store.evict_context("a") > 0
     assert left_of(killed, ALL_A) == []
+    store.close()
+
+
+def test_a_context_that_is_still_being_saved(tmp_path, monkeypatch):
+    """The process is killed after the disk got the first chunks of a context."""
+    store, killed = open_store(tmp_path / "kv"), tmp_path / "killed"
+    save(store, A[:16], "a")
+    put = ChunkStore.put
+
+    def put_and_flush(self, wanted, *args, **kwargs):
+        is_put = put(self, wanted, *args, **kwargs)
+        if wanted == ALL_A[5]:
+            self.flush()
+            shutil.copytree(tmp_path / "kv", killed)
+        return is_put
+
+    monkeypatch.setattr(ChunkStore, "put", put_and_flush)
+    save(store, A, "a")
+    store.close()
+    store = open_store(killed)
+    assert load(store, A) == 6 * 16
+    assert store.evict_context("a") > 0
+    assert left_of(killed, ALL_A) == []
+    store.close()
+
+
+def test_a_context_ends_with_its_last_chunk_while_a_lost_one_is_put_again(holed):
+    store = open_store(holed)
+    head = store.tree.contexts()["a"]
+    lost = ALL_A[LOST]
+    bound = len(payload(GEOM, lost))
+    assert store.put(lost, bound, encoder(GEOM, lost), is_first=False, context_id="a")
+    assert store.tree.contexts()["a"] == head == ALL_A[-1].key
+    assert load(store, A) == len(A)
     store.close()
 
 
