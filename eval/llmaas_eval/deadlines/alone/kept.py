@@ -21,4 +21,4 @@ TABLES: Mapping[str, Maker] = {
         "alone-variants",
         "alone-ways",
     )
-}
+} | {"alone-octopus": report.TABLES["alone-apps"]}
