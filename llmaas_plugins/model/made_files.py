@@ -7,6 +7,7 @@ by their digests before anything is loaded in place of what the app named.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class MadeFiles:
     @hookimpl
     def llmaas_model_path(self, path: str) -> str | None:
         """Name the file that was made of a model, if both are still what they were."""
-        made = self._made.get(Path(path).resolve())
+        made = self._made.get(_real(path))
         if made is None:
             return None
         problem = problem_of(Path(path), made)
@@ -76,7 +77,7 @@ def file_in_place_of(model: Path, made: Mapping[str, MadeFile], setup: str) -> P
     Raises:
         ConfigError: The file or the model is not what it was.
     """
-    found = _by_path(made).get(model.resolve())
+    found = _by_path(made).get(_real(model))
     if found is None:
         return model
     if (problem := problem_of(model, found)) is not None:
@@ -85,7 +86,12 @@ def file_in_place_of(model: Path, made: Mapping[str, MadeFile], setup: str) -> P
 
 
 def _by_path(made: Mapping[str, MadeFile]) -> dict[Path, MadeFile]:
-    return {Path(model).resolve(): one for model, one in made.items()}
+    return {_real(model): one for model, one in made.items()}
+
+
+def _real(path: str | Path) -> Path:
+    """Return a path without symbolic links; a loop of them, which no file has, stays."""
+    return Path(os.path.realpath(path))
 
 
 def problem_of(model: Path, made: MadeFile) -> str | None:

@@ -99,9 +99,10 @@ def test_killed_while_a_turn_is_being_saved(chats, opened, tmp_path, monkeypatch
         stored.append(wanted.tokens)
         if len(stored) == 3:
             self.flush()
-            shutil.copytree(folder, tmp_path / "killed")
+            shutil.copytree(folder / "kv", tmp_path / "killed/kv")
         return is_put
 
+    shutil.copytree(folder / "state", tmp_path / "killed/state")  # while nobody writes it
     monkeypatch.setattr(ChunkStore, "put", put_and_copy)
     secret.call(f"{SECRET} Repeat it three times, and say what it may open. " * 2, **SAMPLING)
     monkeypatch.setattr(ChunkStore, "put", put)

@@ -24,7 +24,11 @@ _LEAST_RAM = 24 << 20
 """Bytes that fixed divisions leave to contexts and transfer buffers at least."""
 _ARENA = 32 << 20
 """Bytes that streamed weights pass through."""
+_MORE = 6 << 20
+"""Bytes that streaming takes beside, and by which two equal processes differ."""
 _CELL_VALUES, _VALUE_BYTES = 2, 2
+_BATCH, _ROOM = 512, 16
+"""Tokens of a batch that touches all of the compute buffers, and tokens left for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +92,15 @@ class Study:
     def _base(self) -> dict[str, Any]:
         """Return the bytes of a streaming process without weights and without contexts in RAM.
 
-        The process that is measured has cells and transfer buffers, but no arena: its model fits
-        into memory, so llama.cpp holds it.
+        The process that is measured has cells, transfer buffers and compute buffers, but no arena:
+        its model fits into memory, so llama.cpp holds it.
         """
         config = self._config(8 << 30, None)
-        found = self._run(config, [Turn(0, 64, 4)])
+        n_prompt = min(_BATCH, self._n_ctx - self._setting.n_tokens - _ROOM)
+        found = self._run(config, [Turn(0, n_prompt, 4)])
         contexts = found["status"]["kv_chunks"]["ram_bytes"]
         rest = found["peak_bytes"] - self._weights() - contexts
-        return {"bytes": rest + _ARENA}
+        return {"bytes": rest + _ARENA + _MORE}
 
     def _weights(self) -> int:
         return self._model.stat().st_size
