@@ -105,8 +105,9 @@ def test_killed_while_a_turn_is_being_saved(chats, opened, tmp_path, monkeypatch
     shutil.copytree(folder / "state", tmp_path / "killed/state")  # while nobody writes it
     monkeypatch.setattr(ChunkStore, "put", put_and_copy)
     secret.call(f"{SECRET} Repeat it three times, and say what it may open. " * 2, **SAMPLING)
+    opened.close()  # when the turn is saved
     monkeypatch.setattr(ChunkStore, "put", put)
-    opened.close()
+    assert len(stored) >= 3
     assert left_in(tmp_path / "killed", stored[:3]) == stored[:3]
     _, service = opened(tmp_path / "killed")
     service.bind("mail").context(secret.id).delete()
