@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -172,7 +173,8 @@ def test_grammars_run_beside_each_other(grammars):
 
 def test_grammars_begin_while_others_are_closed(monkeypatch):
     """Calls begin on the engine's thread while the event loop's thread stops the service."""
-    grammars, ended, held = Grammars(lambda: SimpleNamespace(n_vocab=lambda: 8)), [], []
+    grammars, ended = Grammars(lambda: SimpleNamespace(n_vocab=lambda: 8)), []
+    held = collections.deque(maxlen=64)  # of the last calls: closing all takes no longer and longer
     monkeypatch.setattr(grammars, "_job", lambda _: SimpleNamespace(close=lambda: None))
 
     def begin():
