@@ -21,6 +21,7 @@ __all__ = [
     "add_model_action",
     "as_loaded",
     "check_file",
+    "check_no_folder",
     "evaluator_of",
     "identified",
     "opening",
@@ -85,10 +86,19 @@ def check_file(model: Path) -> None:
     Raises:
         ConfigError: Nothing has this path, or a folder or a device.
     """
-    if model.is_dir():
-        raise ConfigError(f"{model} is a folder, expected a model in GGUF: name the file in it.")
+    check_no_folder(model)
     if not model.is_file():
         raise ConfigError(f"found no file {model}; expected a model in GGUF.")
+
+
+def check_no_folder(model: Path) -> None:
+    """Check that a model is no folder.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if model.is_dir():
+        raise ConfigError(f"{model} is a folder, expected a model in GGUF: name the file in it.")
 
 
 def identified(model: Path) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import suggest
 from llmaas_plugins.cli.doctor.resources import say_problems
+from llmaas_plugins.cli.models import check_no_folder
 from llmaas_plugins.cli.options import add_config_option, unrecognized
 from llmaas_plugins.config import (
     CloudConfig,
@@ -233,7 +234,7 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
             "kv_chunks keeps prompts, separately for each app."
         )
     if model.hf_model_repo_id is None:
-        _check_file(model.model)
+        _check_file(Path(model.model))
     for name in ("host", "port", "ssl_certfile", "ssl_keyfile"):
         if args.uds is not None and getattr(values, name) is not None:
             raise ConfigError(f"--{name} has no effect with --uds; leave one of them out")
@@ -241,11 +242,10 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
     return server, model
 
 
-def _check_file(model: str) -> None:
+def _check_file(model: Path) -> None:
     """Refuse a model that is no file."""
-    if Path(model).is_dir():
-        raise ConfigError(f"{model} is a folder, expected a model in GGUF: name the file in it.")
-    if not Path(model).is_file():
+    check_no_folder(model)
+    if not model.is_file():
         raise ConfigError(f"no such model: {model}")
 
 
