@@ -6,7 +6,6 @@ as words. It is the largest file of all benchmarks (1.7 GB for 4e5 pairs) and is
 
 from __future__ import annotations
 
-import resource
 import time
 
 import numpy as np
@@ -25,6 +24,7 @@ from llmaas_plugins.knn_lm.build.archive_source import (
 )
 from llmaas_plugins.knn_lm.build.build_datastore import build_datastore
 from llmaas_plugins.knn_lm.selection.algorithms import Online, offline
+from llmaas_plugins.machine import peak_bytes
 
 SIZE, N_EMBD, N_VOCAB = 100_000, 2048, 32_000
 N_FULL = (150_000, 250_000, 400_000)
@@ -111,4 +111,4 @@ def bench_online(benchmark, archive):
 
 
 def peak_mib():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return peak_bytes() / (1 << 20)
