@@ -187,7 +187,7 @@ def test_grammars_begin_while_others_are_closed(monkeypatch):
     thread = threading.Thread(target=begin)
     thread.start()
     try:
-        for _ in range(200):
+        for _ in range(2000):
             grammars.close()
     finally:
         ended.append(True)
