@@ -5,7 +5,7 @@
 It runs four workloads on a random model whose weights do not all fit into memory, with contexts
 that do not all fit, either: once with ``[memory] budget``, which divides the memory while requests
 run, and once with each of several fixed divisions. The work is the same, and its whole time counts,
-from the first request after all contexts were filled.
+from the first request after all contexts were filled. Rounds alternate between the divisions.
 
 Everything is kept in ``--out``: the same command goes on where it was stopped. Only one run at a
 time may use the folder, and the machine should be idle.
@@ -32,12 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.quick:
-        args.shape, args.shares = "tiny", args.shares[:1]
+        args.shape, args.shares, args.rounds = "tiny", args.shares[:1], 1
         args.contexts, args.tokens, args.turns = 3, 64, 8
     setting = Setting(
         args.shape, args.contexts, args.tokens, args.turns, args.disk, args.memory, args.seed
     )
-    rows = [*Study(args.out, setting).rows(args.workloads, args.shares)]
+    rows = [*Study(args.out, setting).rows(args.workloads, args.shares, args.rounds)]
     return print_document(args, about() | {"rows": rows}, report)
 
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--disk", action="store_true", help="let contexts be stored on disk, too")
     add("--memory", type=float, default=0.5, help="share of the bytes of model and contexts that "
         "they may take; default %(default)s")  # fmt: skip
+    add("--rounds", type=int, default=3, help="runs of each; default %(default)s")
     add("--seed", type=int, default=0, help="seed of the workloads; default %(default)s")
     add("--json", action="store_true", help="print JSON instead of a table")
     add("--quick", action="store_true", help="a few requests, as a check only")

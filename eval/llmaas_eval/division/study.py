@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,22 +69,31 @@ class Study:
         self._n_ctx = 256 * -(-(setting.n_tokens + 40 * setting.n_turns) // 256)
         self._store = folder / "store"
 
-    def rows(self, workloads: Sequence[str], shares: Sequence[float]) -> Iterator[dict[str, Any]]:
-        """Yield a row for each workload and division; ``share`` is None for ours.
+    def rows(
+        self, workloads: Sequence[str], shares: Sequence[float], n_rounds: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield a row for each round, workload and division; ``share`` is None for ours.
 
         Args:
             workloads: Names of the workloads.
             shares: Shares of the budget that fixed divisions give to contexts.
+            n_rounds: Rounds; each runs all divisions of a workload one after the other, and begins
+                with another one than the round before.
         """
         base = measured_once(self._folder, ["base", repr(self._setting)], self._base)["bytes"]
-        for name in workloads:
-            turns = self._turns(name)
-            for share in (None, *shares):
-                config = self._config(base, share)
-                about = [name, repr(self._setting), config]
-                measure = functools.partial(self._run, config, turns)
-                found = measured_once(self._folder, about, measure)
+        divisions = [None, *shares]
+        for number, name in itertools.product(range(n_rounds), workloads):
+            first = number % len(divisions)
+            for share in divisions[first:] + divisions[:first]:
+                found = self._measured(number, name, self._config(base, share))
                 yield {"workload": name, "share": share, "budget": self._budget(base), **found}
+
+    def _measured(self, number: int, workload: str, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what a round's run of a workload found, now or earlier."""
+        measure = functools.partial(self._run, config, self._turns(workload))
+        about = [workload, repr(self._setting), config, number]
+        found: dict[str, Any] = measured_once(self._folder, about, measure)
+        return found
 
     def _turns(self, name: str) -> list[Any]:
         rng = np.random.default_rng(self._setting.seed)
