@@ -214,16 +214,46 @@ def bench_prompt(benchmark, model_1b, share):
     """Compare prompts of 384 tokens in batches of 128; vanilla and ours run in turn."""
     packed(model_1b)
     with both(model_1b, share) as (ours, stock, _):
-        taken = []
+        compare_prompts(benchmark, ours, stock)
 
-        def step():
-            order = (ours, stock) if len(taken) % 2 else (stock, ours)
-            seconds = {app: app.prompt(384) for app in order}
-            taken.append((seconds[ours], seconds[stock]))
 
-        step()
-        taken.clear()
-        benchmark.pedantic(step, rounds=repeats(N_ROUNDS))
+@pytest.mark.parametrize("share", [0.8, 1.4, 2.4])
+def bench_sparse_prompt(benchmark, model_1b_local, share):
+    """Compare the same prompts in the sparse mode, with six tokens of an answer after each.
+
+    At share 0.8 most columns are in memory, at 1.4 some of the prompts' weights, and at 2.4 all.
+    """
+    tables = {"ours": {"mode": "sparse"}, "vanilla": None}
+    with limited(with_channels(model_1b_local), share, tables) as (apps, budget):
+        compare_prompts(benchmark, *apps.values(), n_answer=N_TOKENS)
+        report = apps["ours"].report()["models"][0]
+        peak = apps["ours"].peak_bytes()
+    benchmark.extra_info.update(
+        budget_mib=budget // MIB,
+        peak_mib=peak // MIB,
+        kept=report["kept_bytes"] / report["bytes"],
+        prompt_kept=report["prompt_kept_bytes"] / report["prompt_bytes"],
+    )
+
+
+def compare_prompts(benchmark, ours, stock, n_answer=0):
+    """Measure prompts of two apps in turn, each followed by ``n_answer`` tokens."""
+    taken = []
+
+    def prompt_s(app):
+        seconds = app.prompt(384)
+        if n_answer:
+            app.generate(n_answer)
+        return seconds
+
+    def step():
+        order = (ours, stock) if len(taken) % 2 else (stock, ours)
+        seconds = {app: prompt_s(app) for app in order}
+        taken.append((seconds[ours], seconds[stock]))
+
+    step()
+    taken.clear()
+    benchmark.pedantic(step, rounds=repeats(N_ROUNDS))
     ours_s, vanilla_s = np.array(taken).T
     speedup, low, high = median_interval(vanilla_s / ours_s)
     benchmark.extra_info.update(

@@ -25,17 +25,19 @@ class Needs:
     """Memory that a streamed model needs, in bytes.
 
     Attributes:
-        n_bytes: All weights that could be kept.
+        n_bytes: All weights that tokens use.
         least: Weights that are kept in any case: the experts of one product.
         passing: Buffers that all other weights are read through.
         growth: Compute buffers that batches have not touched yet. Kept weights are released for
             them.
+        prompts: Weights that only prompts use. They are kept in memory that is left.
     """
 
     n_bytes: int
     least: int
     passing: int
     growth: int
+    prompts: int = 0
 
 
 def needed_by(models: Sequence[Needs]) -> int:
@@ -75,6 +77,8 @@ def require(budget: int, process: int, needed: int, n_ctx: int | None = None) ->
 def shares(budget: int, others: int, models: Sequence[Needs]) -> list[int]:
     """Return the bytes of weights that each model may keep, in proportion to its size.
 
+    Weights that only prompts use come after all others, of all models.
+
     Args:
         budget: Memory of the process.
         others: Bytes of the process beside streamed weights.
@@ -96,7 +100,10 @@ def shares(budget: int, others: int, models: Sequence[Needs]) -> list[int]:
                 low = middle
     else:
         low = high
-    return [min(_space(one, low), one.n_bytes) for one in models]
+    left = room - sum(_space(one, low) for one in models)
+    wanted = sum(one.prompts for one in models)
+    share = min(1.0, max(0, left) / wanted) if wanted and low >= 1 else 0.0
+    return [min(_space(one, low), one.n_bytes) + int(share * one.prompts) for one in models]
 
 
 def _space(model: Needs, share: float) -> int:

@@ -10,7 +10,7 @@ from llmaas_plugins.memory.recent import TIME_S, RecentSums
 
 __all__ = ["Seen", "WeightSavings"]
 
-_STALLED, _MISSED, _PASSED = range(3)
+_STALLED, _MISSED, _PASSED, _PROMPTED = range(4)
 _FIRST_S = 1e-9
 """Seconds to wait for a byte that is not kept, until waits were measured."""
 
@@ -22,43 +22,55 @@ class Seen(NamedTuple):
         stalled_ns: Time that computing waited for weights.
         n_passes: Number of passes through the weights, also those of contexts that plugins made
             for themselves.
+        n_prompt_passes: Number of those that used weights that tokens do not use.
     """
 
     stalled_ns: int = 0
     n_passes: int = 0
+    n_prompt_passes: int = 0
 
 
 class WeightSavings:
     """Estimate of the seconds saved a second by each byte of kept weights.
 
     Nothing is known before the first pass through the weights. A byte that is kept need not be
-    waited for in any pass. The wait for a byte is the recent time of all waits, divided by the
-    bytes that were not kept in each pass. If computing takes longer than reading, nothing waits,
-    and more memory saves nothing.
+    waited for in any pass that uses it. The wait for a byte is the recent time of all waits,
+    divided by the bytes that were not kept in each pass. If computing takes longer than reading,
+    nothing waits, and more memory saves nothing. In the sparse mode, tokens use columns, and the
+    weights themselves are used by prompts only: they save less, and come after all others.
     """
 
     def __init__(self) -> None:
         """Start without measurements."""
-        self._sums = RecentSums(3)
+        self._sums = RecentSums(4)
         self._byte_s = _FIRST_S
         self._is_known = False
 
-    def saw(self, before: Seen, now: Seen, n_bytes: int, kept: int) -> None:
-        """Record what a model of ``n_bytes`` did while it kept ``kept`` of them."""
+    def saw(self, before: Seen, now: Seen, sizes: Mapping[str, int]) -> None:
+        """Record what a model did while it had these ``stats``."""
         n_passes = now.n_passes - before.n_passes
         if n_passes <= 0:
             return
+        n_prompts = now.n_prompt_passes - before.n_prompt_passes
+        missed = n_passes * (sizes["bytes"] - sizes["kept_bytes"])
+        missed += n_prompts * (sizes["prompt_bytes"] - sizes["prompt_kept_bytes"])
         self._is_known = True
         self._sums.add(_STALLED, (now.stalled_ns - before.stalled_ns) / 1e9)
-        self._sums.add(_MISSED, n_passes * (n_bytes - kept))
-        self._sums.add(_PASSED, n_passes * n_bytes)
+        self._sums.add(_MISSED, missed)
+        self._sums.add(_PASSED, n_passes * sizes["bytes"])
+        self._sums.add(_PROMPTED, n_prompts * sizes["prompt_bytes"])
 
     def saved_s(self, n_bytes: int) -> float:
-        """Return the seconds saved a second by each byte, if all models have ``n_bytes``."""
-        stalled_s, missed, passed = self._sums.now()
+        """Return the seconds saved a second by each byte that tokens use, of ``n_bytes`` in all."""
+        stalled_s, missed, passed, _ = self._sums.now()
         if missed > n_bytes / 100:  # otherwise nearly everything was kept, and says nothing
             self._byte_s = stalled_s / missed
         return float(self._byte_s * passed / max(1, n_bytes) / TIME_S)
+
+    def prompt_saved_s(self, n_bytes: int) -> float:
+        """Return the same for each byte that only prompts use; ``saved_s`` must be called first."""
+        *_, prompted = self._sums.now()
+        return float(self._byte_s * prompted / max(1, n_bytes) / TIME_S)
 
     def claims(
         self, models: Sequence[Mapping[str, int]], lent: int, resize: Callable[[int], None]
@@ -84,10 +96,15 @@ class WeightSavings:
         most = max(0, total("bytes") - total("least_bytes") - total("level_bytes") - lent)
         beyond = max(0, kept - total("least_bytes"))
         lent = min(lent, beyond)
-        held = beyond - lent
+        prompts = total("prompt_bytes")
+        held = beyond - lent + total("prompt_kept_bytes")
         points: tuple[tuple[int, float], ...] = ((0, 0.0),)
         if self._is_known:
-            points += ((most, most * self.saved_s(total("bytes"))),)
+            saved = most * self.saved_s(total("bytes"))
+            points += ((most, saved),)
+            if prompts:
+                points += ((most + prompts, saved + prompts * self.prompt_saved_s(prompts)),)
+        most += prompts
         why = "each pass through the weights need not wait for them"
         needed = total("arena_bytes") + total("passing_bytes") + kept - beyond
         return [

@@ -13,7 +13,7 @@ from llmaas_plugins.flash_weights.savings import Seen, WeightSavings
 
 __all__ = ["StreamedModel", "untouched_bytes"]
 
-_HELD = ("kept_bytes", "arena_bytes", "passing_bytes")
+_HELD = ("kept_bytes", "prompt_kept_bytes", "arena_bytes", "passing_bytes")
 
 
 @dataclass(slots=True)
@@ -65,10 +65,9 @@ class StreamedModel:
         """Refresh the figures of the weights, and the untouched bytes of the contexts."""
         with contextlib.suppress(ReferenceError):  # the garbage collector freed a context meanwhile
             self.seen = self.weights.stats()
-            seen = Seen(self.seen["stalled_ns"], self.seen["passes"])
+            seen = Seen(*(self.seen[name] for name in ("stalled_ns", "passes", "prompt_passes")))
             if self._told is not None:
-                n_bytes, kept = self.seen["bytes"], self.seen["kept_bytes"]
-                self.savings.saw(self._told, seen, n_bytes, kept)
+                self.savings.saw(self._told, seen, self.seen)
             self._told = seen
             self.untouched = sum(
                 untouched_bytes(context)
@@ -81,7 +80,8 @@ class StreamedModel:
         passing = max(arena, self.seen["arena_bytes"]) + self.seen["passing_bytes"]
         passing += sum(self.beside.values())
         least = self.seen["least_bytes"]
-        return Needs(self.seen["bytes"], least, passing, self.growth_bytes)
+        prompts = self.seen["prompt_bytes"]
+        return Needs(self.seen["bytes"], least, passing, self.growth_bytes, prompts)
 
 
 def untouched_bytes(context: NativeContext) -> int:

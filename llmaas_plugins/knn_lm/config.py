@@ -30,6 +30,11 @@ class KnnLMConfig(BaseModel):
         "or the output of the final norm. An existing datastore keeps the kind it was built with.",
     )
     size: Count = Field(default=100_000, ge=1, description="Most pairs to select for searching.")
+    how: Literal["draw", "top"] = Field(
+        default="draw",
+        description="How pairs are selected: `draw` takes hard ones more often than others; `top` "
+        "takes the hardest ones only, as the paper does.",
+    )
     dims: int = Field(
         default=128,
         ge=1,

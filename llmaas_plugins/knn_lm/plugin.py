@@ -79,7 +79,7 @@ class KnnLM:
         self._saving = Saving(self._save_evidence)
         self._evidence = Evidence(self._path.parent / EVIDENCE, self._saving.changed)
         self._drafts = DraftRegistry(self._path.parent, shares=config.share_across_apps)
-        params = SelectionParams(config.size, config.k, config.dims)
+        params = SelectionParams(config.size, config.k, config.dims, how=config.how)
         self._learner = Learner(
             self._path.parent, config.key, params, config.idle_s, self._contexts
         )

@@ -13,15 +13,15 @@ static void add_pieces(llmaas_pieces * pieces, size_t n_bytes) {
 
 static void test_growth_of_other_memory(llmaas_memory_budget * budget) {
     llmaas_memory_budget_set(budget, 10 * MIB);
-    CHECK(llmaas_memory_budget_of_pieces(budget) == 10 * MIB);
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_bytes == 10 * MIB);
     llmaas_memory_budget_reduce(budget, MIB);
-    CHECK(llmaas_memory_budget_of_pieces(budget) == 10 * MIB); /* too little to drop pieces for */
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_bytes == 10 * MIB); /* too little to drop pieces for */
     llmaas_memory_budget_reduce(budget, 3 * MIB);
-    CHECK(llmaas_memory_budget_of_pieces(budget) == 6 * MIB);
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_bytes == 6 * MIB);
     llmaas_memory_budget_reduce(budget, 20 * MIB);
-    CHECK(llmaas_memory_budget_of_pieces(budget) == 0);
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_bytes == 0);
     llmaas_memory_budget_reduce(budget, -22 * MIB);
-    CHECK(llmaas_memory_budget_of_pieces(budget) == 10 * MIB);
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_bytes == 10 * MIB);
 }
 
 /* Experts get what pieces leave, but always enough for one product. */
@@ -31,11 +31,22 @@ static void test_pieces_and_experts(llmaas_memory_budget * budget) {
     }
     add_pieces(budget->pieces, 4 * MIB);
     llmaas_memory_budget_set(budget, 14 * MIB);
-    CHECK(llmaas_memory_budget_of_pieces(budget) == 4 * MIB);
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_bytes == 4 * MIB);
     llmaas_memory_budget_set(budget, 9 * MIB);
-    CHECK(llmaas_memory_budget_of_pieces(budget) == MIB);
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_bytes == MIB);
     llmaas_memory_budget_set(budget, MIB);
-    CHECK(llmaas_memory_budget_of_pieces(budget) == 0);
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_bytes == 0);
+}
+
+/* Spare pieces get what is left when all pieces and experts are kept. */
+static void test_spare(llmaas_memory_budget * budget) {
+    const uint64_t n_all = 4 * MIB + (uint64_t) 2 * N_EXPERTS * MIB;
+    llmaas_memory_budget_set(budget, n_all + MIB);
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_spare == MIB);
+    llmaas_memory_budget_set(budget, n_all);
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_spare == 0);
+    llmaas_memory_budget_set(budget, MIB);
+    CHECK(llmaas_memory_budget_of_pieces(budget).n_spare == 0);
 }
 
 int main(void) {
@@ -46,6 +57,7 @@ int main(void) {
     budget.experts = llmaas_experts_new(&defaults);
     CHECK(budget.experts);
     test_pieces_and_experts(&budget);
+    test_spare(&budget);
     llmaas_experts_free(budget.experts);
     llmaas_pieces_free(budget.pieces);
     llmaas_arena_free(arena);

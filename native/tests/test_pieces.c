@@ -27,12 +27,16 @@ static bool is_gathered(const llmaas_piece * piece) {
     return ok;
 }
 
+static void set_memory(llmaas_pieces * pieces, uint64_t n_bytes, uint64_t n_spare) {
+    llmaas_pieces_set_memory(pieces, &(llmaas_piece_room) {.n_bytes = n_bytes, .n_spare = n_spare});
+}
+
 /* Columns: the first bytes of every stride. */
 static void test_columns(llmaas_pieces * pieces, llmaas_piece * piece, llmaas_piece * other) {
     const llmaas_strided first = {N, STRIDE, WIDTH}, narrower = {N / 2, STRIDE, WIDTH / 2}, all = {N, N, N};
     llmaas_pieces_keep_first(pieces, piece, &first);
     CHECK(piece->n_first == PAGE);
-    llmaas_pieces_set_memory(pieces, PAGE); /* room for nothing else */
+    set_memory(pieces, PAGE, 0); /* room for nothing else */
     CHECK(piece->wants_first && !piece->is_wanted && !other->is_wanted);
     CHECK(!llmaas_piece_has(piece, &first));
     llmaas_piece_keep(piece, &narrower, file); /* too little was loaded */
@@ -42,17 +46,17 @@ static void test_columns(llmaas_pieces * pieces, llmaas_piece * piece, llmaas_pi
     CHECK(llmaas_piece_has(piece, &first) && llmaas_piece_has(piece, &narrower) && !llmaas_piece_has(piece, &all));
     CHECK(llmaas_pieces_read_stats(pieces).n_kept == PAGE);
 
-    llmaas_pieces_set_memory(pieces, N); /* the rest of this piece comes before the other piece */
+    set_memory(pieces, N, 0); /* the rest of this piece comes before the other piece */
     CHECK(piece->is_wanted && !other->is_wanted);
     llmaas_piece_keep(piece, &all, file);
     CHECK(piece->is_kept && llmaas_piece_is_in_place(piece) && memcmp(piece->home, file, N) == 0);
     CHECK(llmaas_pieces_read_stats(pieces).n_kept == N);
 
-    llmaas_pieces_set_memory(pieces, N - 1);
+    set_memory(pieces, N - 1, 0);
     CHECK(!piece->is_kept && piece->has_first && is_gathered(piece));
     uint64_t n_resident = 0;
     CHECK(llmaas_pages_resident(llmaas_pages_in(piece->home, N), &n_resident) && n_resident == PAGE);
-    llmaas_pieces_set_memory(pieces, PAGE - 1);
+    set_memory(pieces, PAGE - 1, 0);
     CHECK(!piece->has_first && llmaas_pieces_read_stats(pieces).n_kept == 0);
 }
 
@@ -61,7 +65,7 @@ static void test_rows(llmaas_pieces * pieces, llmaas_piece * piece) {
     const llmaas_strided none = {0, STRIDE, STRIDE}, half = {N / 2, STRIDE, STRIDE}, most = {N - STRIDE, STRIDE, STRIDE};
     llmaas_pieces_keep_first(pieces, piece, &half);
     CHECK(piece->n_first == N / 2);
-    llmaas_pieces_set_memory(pieces, N / 2);
+    set_memory(pieces, N / 2, 0);
     llmaas_piece_keep(piece, &half, file);
     CHECK(piece->has_first && llmaas_piece_is_in_place(piece) && memcmp(piece->home, file, N / 2) == 0);
     llmaas_pieces_keep_first(pieces, piece, &most);
@@ -69,6 +73,28 @@ static void test_rows(llmaas_pieces * pieces, llmaas_piece * piece) {
     CHECK(llmaas_pieces_read_stats(pieces).n_first == N);
     llmaas_pieces_keep_first(pieces, piece, &none);
     CHECK(piece->n_first == 0 && llmaas_pieces_read_stats(pieces).n_first == 0);
+}
+
+/* Spare pieces have memory of their own, and count apart from the others. */
+static void test_spare(llmaas_pieces * pieces, llmaas_piece * piece, llmaas_piece * other) {
+    const llmaas_strided all = {N, N, N};
+    llmaas_pieces_spare(pieces, piece);
+    llmaas_pieces_spare(pieces, piece); /* as for a weight whose columns are added again */
+    set_memory(pieces, 2 * N, N - 1);
+    CHECK(!piece->is_wanted && other->is_wanted);
+    set_memory(pieces, N - 1, N);
+    CHECK(piece->is_wanted && !other->is_wanted);
+    llmaas_piece_keep(piece, &all, file);
+    llmaas_piece_stats stats = llmaas_pieces_read_stats(pieces);
+    CHECK(stats.n_bytes == N && stats.n_kept == 0 && stats.n_spare == N && stats.n_spare_kept == N);
+    for (int i = 0; i < 3; i++) { /* two notes of one graph */
+        llmaas_pieces_age(pieces);
+        llmaas_pieces_note(pieces, i == 1 ? other : piece, &all);
+        llmaas_pieces_note(pieces, i == 1 ? other : piece, &all);
+    }
+    CHECK(llmaas_pieces_read_stats(pieces).n_spare_graphs == 2);
+    set_memory(pieces, 2 * N, 0);
+    CHECK(!piece->is_kept && llmaas_pieces_read_stats(pieces).n_spare_kept == 0);
 }
 
 int main(void) {
@@ -82,6 +108,7 @@ int main(void) {
     llmaas_piece * piece = add(pieces, home), *other = add(pieces, home + N);
     test_columns(pieces, piece, other);
     test_rows(pieces, piece);
+    test_spare(pieces, piece, other);
     munmap(home, 2 * N);
     llmaas_pieces_free(pieces);
     llmaas_arena_free(arena);

@@ -16,6 +16,7 @@ from channel_claims import (
     sparse,
 )
 from claiming import Claimer, created, decode, loaded, native, opened, step
+from llama_cpp import llama_cpp
 from packed_models import pack
 from unreadable import unreadable
 
@@ -115,6 +116,37 @@ def test_nothing_is_read_once_all_channels_are_in_memory(reference_model, channe
         assert after["read_bytes"] == before["read_bytes"]
         assert after["channel_misses"] == before["channel_misses"]
         assert after["channel_hits"] > before["channel_hits"]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_prompts_keep_their_weights_in_memory_that_channels_leave(reference_model, channels, cache):
+    expected = sparse(reference_model, channels(1), share=0.5)
+    plugin, rows = Claimer(claim_all(reference_model)), []
+
+    def prompt(ctx):
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
+        rows.append(step(ctx, TOKENS, 0)[-1])
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(ctx), True)
+
+    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
+        weights = attach(plugin, channels(1), share=0.5, **CACHES[cache])
+        before = weights.stats()
+        n_bytes, prompts = before["bytes"], before["prompt_bytes"]
+        assert (prompts > 4 << 20, before["prompt_kept_bytes"], before["prompt_passes"]) == (
+            True, 0, 0,
+        )  # fmt: skip
+        for room, least, most in ((prompts, 1, 1), (prompts // 2, 0.2, 0.5), (0, 0, 0)):
+            weights.set_memory(n_bytes + room, ARENA)
+            prompt(ctx)
+            assert np.array_equal(one_by_one(ctx), expected)
+            reads = weights.stats()["read_bytes"]
+            prompt(ctx)
+            after = weights.stats()
+            share = after["prompt_kept_bytes"] / prompts
+            assert least <= share <= most
+            assert after["read_bytes"] - reads == pytest.approx((1 - share) * prompts, rel=0.1)
+        assert after["prompt_passes"] == 6
+    assert all(np.array_equal(row, rows[0]) for row in rows)
 
 
 def test_hot_channels_stay(reference_model, channels):

@@ -101,7 +101,8 @@ def _shrink(app: LimitedApp, n_bytes: int) -> None:
     for _ in range(2):  # the process is a little smaller after the first time
         report = app.report()
         (seen,) = report["models"]
-        app.set_budget(report["resident_bytes"] - seen["kept_bytes"] + n_bytes)
+        kept = seen["kept_bytes"] + seen["prompt_kept_bytes"]
+        app.set_budget(report["resident_bytes"] - kept + n_bytes)
         app.generate(_N_TOKENS)
 
 

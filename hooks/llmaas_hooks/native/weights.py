@@ -190,18 +190,21 @@ class FileWeights(Protocol):
 
         Bytes now:
 
-        - ``bytes``: weights in files, with their channels; 0 if there are none.
+        - ``bytes``: weights in files that tokens use, or their channels; 0 if there are none.
         - ``kept_bytes``: the part of them in memory.
         - ``least_bytes``: the part of ``kept_bytes`` that experts need in any case.
         - ``room_bytes``: the most that ``kept_bytes`` may become, without experts and channels.
         - ``level_bytes``: memory that ``keep_level`` needs; 0 without a level.
         - ``level_kept_bytes``: the part of ``level_bytes`` that is there.
+        - ``prompt_bytes``: weights that only prompts use, because tokens use their channels.
+        - ``prompt_kept_bytes``: the part of them in memory.
         - ``arena_bytes``: memory that other weights pass through.
         - ``passing_bytes``: memory that channels pass through.
 
         Totals so far:
 
         - ``passes``: graphs that were computed, each of which passes through the weights.
+        - ``prompt_passes``: the part of ``passes`` that used weights of ``prompt_bytes``.
         - ``read_bytes``: bytes read from files.
         - ``wasted_bytes``: the part of ``read_bytes`` that was read ahead in vain.
         - ``stalled_ns``: nanoseconds for which batches waited for reads.

@@ -82,6 +82,12 @@ def add_actions(actions: Any) -> None:
             metavar="PAIRS",
             help="most pairs to select (default: plugins.knn_lm.size)",
         )
+        parser.add_argument(
+            "--how",
+            choices=["draw", "top"],
+            help="draw pairs, hard ones more often, or take the hardest (default: "
+            "plugins.knn_lm.how)",
+        )
         parser.add_argument("--seed", type=at_least(0), default=0, help="random seed (default 0)")
 
 
@@ -194,7 +200,13 @@ def _select(args: argparse.Namespace) -> BuildResult:
     with contextlib.ExitStack() as opened:
         archive = opened.enter_context(Archive.open(datastore_directory(args), writable=True))
         settings = datastore_settings(args)
-        params = SelectionParams(args.size or settings.size, settings.k, settings.dims, args.seed)
+        params = SelectionParams(
+            args.size or settings.size,
+            settings.k,
+            settings.dims,
+            args.seed,
+            args.how or settings.how,
+        )
         opened.enter_context(stoppable("the earlier selection is unchanged"))
         total = min(params.size, archive.n_pairs)
         bar = opened.enter_context(progress_bar("selecting", "pair", total))

@@ -11,6 +11,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.datastore.distances import squared_distances
 from llmaas_plugins.knn_lm.datastore.pca import Basis, fit_basis
+from llmaas_plugins.knn_lm.selection.algorithms import Choice
 from llmaas_plugins.knn_lm.selection.objective import Objective
 
 __all__ = ["SAMPLE", "ArchiveSource", "SelectionParams", "archive_source", "initial_objective"]
@@ -39,12 +40,14 @@ class SelectionParams:
         k: Neighbors that are mixed.
         n_dims: Dimensions to scan in; all if there are no more.
         seed: Seed of all random choices.
+        how: Whether pairs are drawn, or those with the highest bounds taken.
     """
 
     size: int = 100_000
     k: int = 100
     n_dims: int = 128
     seed: int = 0
+    how: Choice = "draw"
 
 
 class ArchiveSource:

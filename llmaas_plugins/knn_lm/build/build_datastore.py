@@ -66,7 +66,9 @@ def build_datastore(
     """
     source = archive_source(archive, params)
     objective = initial_objective(source, params.seed)
-    selection = offline(source, params.size, objective, seed=params.seed, progress=progress)
+    selection = offline(
+        source, params.size, objective, how=params.how, seed=params.seed, progress=progress
+    )
     return fit_and_write(archive, source, selection, objective, params)
 
 
@@ -108,7 +110,7 @@ def fit_and_write(  # noqa: PLR0913 -- what to fit, to what, and a callback
         conversations=[infos[number].id for number in numbers.tolist()],
         owners=[owner_of(infos[number]) for number in numbers.tolist()],
         basis=source.basis,
-        settings=_settings(fitted.mixture, params.k, threshold, binding),
+        settings=_settings(fitted.mixture, params, threshold, binding),
         between=between,
     )
     return BuildResult(
@@ -122,10 +124,13 @@ def fit_and_write(  # noqa: PLR0913 -- what to fit, to what, and a callback
     )
 
 
-def _settings(mixture: Mixture, k: int, skip_above: float, binding: Binding) -> dict[str, Any]:
+def _settings(
+    mixture: Mixture, params: SelectionParams, skip_above: float, binding: Binding
+) -> dict[str, Any]:
     return {
         "mixture": mixture.as_json(),
-        "k": k,
+        "k": params.k,
+        "how": params.how,
         "skip_above": skip_above,
         "key": binding.key_kind,
         "level": KEYS_LEVEL,

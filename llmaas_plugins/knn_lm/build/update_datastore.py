@@ -58,6 +58,7 @@ class _State:
         digest: Digest of these conversations' ids, in order.
         theta: Theta of the objective.
         size: Most pairs to keep.
+        how: Whether pairs are drawn.
         kept: Pairs that were kept.
     """
 
@@ -66,6 +67,7 @@ class _State:
     digest: bytes
     theta: float
     size: int
+    how: str
     kept: PrioritySample
 
 
@@ -103,7 +105,7 @@ def update_datastore(
     state = _read(archive, params)
     theta = initial_objective(source, params.seed).theta if state is None else state.theta
     objective = Objective(theta)
-    sampler = PrioritySampler(source, params.size, objective, seed=params.seed)
+    sampler = PrioritySampler(source, params.size, objective, how=params.how, seed=params.seed)
     if state is not None:
         sampler.resume(state.kept, state.n_seen)
     for n in sampler.advance(len(source.values), is_end=True):
@@ -114,13 +116,13 @@ def update_datastore(
     )
     ids = archive.ids()
     digest = _digest(ids)
-    new = _State(sampler.n_seen, len(ids), digest, theta, params.size, sampler.kept)
+    new = _State(sampler.n_seen, len(ids), digest, theta, params.size, params.how, sampler.kept)
     write_atomic(archive.directory / ONLINE, [_encoded(new)])
     return selected
 
 
 def _read(archive: Archive, params: SelectionParams) -> _State | None:
-    """Return the stored state, or None if it is missing, damaged, or of another archive or size."""
+    """Return the stored state; None if missing, damaged, or of another archive or parameters."""
     path = archive.directory / ONLINE
     try:
         if not path.is_file() or path.is_symlink() or path.stat().st_size > _MOST_BYTES:
@@ -130,8 +132,8 @@ def _read(archive: Archive, params: SelectionParams) -> _State | None:
         return None
     known = archive.ids()[: state.n_conversations]
     is_same = len(known) == state.n_conversations and _digest(known) == state.digest
-    is_possible = state.n_seen <= archive.n_pairs and state.size == params.size
-    return state if is_same and is_possible else None
+    is_wanted = (state.size, state.how) == (params.size, params.how)
+    return state if is_same and is_wanted and state.n_seen <= archive.n_pairs else None
 
 
 def _digest(ids: list[bytes]) -> bytes:
@@ -145,6 +147,7 @@ def _encoded(state: _State) -> bytes:
         allow_pickle=False,
         numbers=np.array([state.n_seen, state.n_conversations, state.size], np.int64),
         constants=np.array([state.theta, state.kept.threshold]),
+        how=np.array(state.how),
         digest=np.frombuffer(state.digest, np.uint8),
         indices=state.kept.indices,
         losses=state.kept.losses,
@@ -164,12 +167,13 @@ def _decoded(path: Path) -> _State:
         theta, threshold = (float(number) for number in file["constants"])
         columns = (file["indices"], file["losses"], file["priorities"])
         digest = file["digest"].tobytes()
+        how = str(file["how"]) if "how" in file else "draw"  # as earlier releases did
     numbers = (n_seen, n_conversations, size)
     if not (0 < theta < math.inf and 0 <= threshold < math.inf and min(numbers) >= 0):
         raise ValueError("not a selection's state")
     kept = PrioritySample(*columns, threshold)
     _check(kept, n_seen)
-    return _State(*numbers[:2], digest, theta, size, kept)
+    return _State(*numbers[:2], digest, theta, size, how, kept)
 
 
 def _check(kept: PrioritySample, n_seen: int) -> None:

@@ -8,6 +8,9 @@ at its arrival and r is random in (0, 1]. The L pairs of highest priority are ke
 A kept pair's weight is one over its probability of being kept: the highest priority among dropped
 pairs, divided by the pair's loss, but at least 1. One subset is thus always full, and has old pairs
 as well as new ones.
+
+With the paper's choice (``"top"``), r is 1: the pairs of the highest losses, which have the highest
+bounds (Eq 8), are kept with weight 1.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy.typing as npt
 
 from llmaas_plugins.knn_lm.selection.algorithms import (
     BUFFER,
+    Choice,
     PairSource,
     Selection,
     buffers,
@@ -82,12 +86,13 @@ class PrioritySampler:
         n_seen: Pairs of the stream seen so far.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- what to select from, and how
         self,
         source: PairSource,
         size: int,
         objective: Objective,
         *,
+        how: Choice = "draw",
         buffer: int = BUFFER,
         seed: int = 0,
     ) -> None:
@@ -97,11 +102,12 @@ class PrioritySampler:
             source: Pairs of the stream, by index.
             size: L, the most pairs to keep.
             objective: Constants of Eq 4.
+            how: Whether pairs are drawn, or those with the highest losses kept.
             buffer: B, pairs processed together.
             seed: Seed of all random choices.
         """
         self._source, self._size, self._objective = source, size, objective
-        self._buffer, self._seed = buffer, seed
+        self._how, self._buffer, self._seed = how, buffer, seed
         self.n_seen = 0
         self.kept = PrioritySample(np.empty(0, np.int64), np.empty(0), np.empty(0), 0.0)
         self._members = Members(objective.theta, source.n_dims)
@@ -121,7 +127,8 @@ class PrioritySampler:
             keys, values = self._source.keys(batch), self._source.values[batch]
             sums = self._members.sums(keys, values)
             losses = self._objective.loss(self._source.p_lm[batch], sums)
-            come = PrioritySample(batch, losses, losses / (1 - rng.random(len(batch))), 0.0)
+            r = 1 - rng.random(len(batch)) if self._how == "draw" else 1.0
+            come = PrioritySample(batch, losses, losses / r, 0.0)
             self.kept = self.kept.joined(come, self._size)
             stays = np.isin(batch, self.kept.indices)
             self._members.add(keys[stays], values[stays])

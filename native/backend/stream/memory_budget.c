@@ -36,17 +36,25 @@ static uint64_t of_experts(const llmaas_memory_budget * budget) {
     return n_bytes > experts.n_least ? n_bytes : experts.n_least;
 }
 
-uint64_t llmaas_memory_budget_of_pieces(const llmaas_memory_budget * budget) {
-    return less(budget->n_max, of_experts(budget));
+/* Return the memory that is left when everything that tokens use is kept. */
+static uint64_t spare(const llmaas_memory_budget * budget) {
+    const uint64_t n_experts  = budget->experts ? llmaas_experts_read_stats(budget->experts).n_bytes : 0;
+    const uint64_t n_channels = budget->channels ? llmaas_channels_read_stats(budget->channels).n_bytes : 0;
+    return less(beside_pieces(budget), n_experts + n_channels);
+}
+
+llmaas_piece_room llmaas_memory_budget_of_pieces(const llmaas_memory_budget * budget) {
+    return (llmaas_piece_room) {.n_bytes = less(budget->n_max, of_experts(budget)), .n_spare = spare(budget)};
 }
 
 void llmaas_memory_budget_apply(const llmaas_memory_budget * budget) {
-    const uint64_t n_experts = of_experts(budget);
+    const uint64_t          n_experts = of_experts(budget);
+    const llmaas_piece_room room      = llmaas_memory_budget_of_pieces(budget);
     if (budget->experts) {
         llmaas_experts_set_memory(budget->experts, n_experts);
     }
     if (budget->channels) {
         llmaas_channels_set_memory(budget->channels, less(beside_pieces(budget), n_experts));
     }
-    llmaas_pieces_set_memory(budget->pieces, llmaas_memory_budget_of_pieces(budget));
+    llmaas_pieces_set_memory(budget->pieces, &room);
 }

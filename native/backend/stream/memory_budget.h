@@ -24,7 +24,7 @@ void llmaas_memory_budget_reduce(llmaas_memory_budget * budget, int64_t n_more);
 
 /* Give pieces, experts and channels their shares, between graphs. Memory beyond a share is given back. */
 void llmaas_memory_budget_apply(const llmaas_memory_budget * budget);
-/* Return the pieces' share. */
-uint64_t llmaas_memory_budget_of_pieces(const llmaas_memory_budget * budget);
+/* Return the pieces' share. Spare pieces get what is left when everything else is kept. */
+llmaas_piece_room llmaas_memory_budget_of_pieces(const llmaas_memory_budget * budget);
 
 #endif

@@ -21,8 +21,8 @@ typedef struct llmaas_piece {
     size_t   n_bytes;
     char *   home; /* where it is when kept: its own address space, backed by memory only then */
     bool     is_kept;
-    bool     is_wanted;     /* to be kept, and so read in full */
-    bool     is_never_kept; /* its channels are kept instead (channels.h) */
+    bool     is_wanted; /* to be kept, and so read in full */
+    bool     is_spare;  /* used by prompts only, as tokens use its channels (channels.h); kept in memory that is left */
     llmaas_strided first;   /* bytes that are kept before all other bytes, side by side; n_bytes 0: none */
     size_t   n_first;       /* bytes of memory that `first` takes: whole pages */
     bool     has_first;     /* `first` is kept, though the piece is not */

@@ -14,7 +14,8 @@ struct llmaas_pieces {
     size_t          n, n_capacity;
     size_t          n_used; /* pieces that some graph has used */
     uint64_t        n_graphs;
-    uint64_t        n_bytes; /* bytes of the pieces that may be kept */
+    uint64_t        n_bytes, n_spare; /* bytes of the pieces, and of spare ones */
+    uint64_t        n_spare_graphs, last_spare; /* graphs that used spare pieces, and the number of the last one */
     bool            is_stale;
 };
 
@@ -38,10 +39,15 @@ void llmaas_pieces_free(llmaas_pieces * pieces) {
 }
 
 llmaas_piece_stats llmaas_pieces_read_stats(const llmaas_pieces * pieces) {
-    llmaas_piece_stats stats = {.n_bytes = pieces->n_bytes};
+    llmaas_piece_stats stats = {
+        .n_bytes = pieces->n_bytes, .n_spare = pieces->n_spare, .n_spare_graphs = pieces->n_spare_graphs};
     for (size_t i = 0; i < pieces->n; i++) {
         const llmaas_piece * piece = pieces->all[i];
         const bool           has   = piece->is_kept || piece->has_first;
+        if (piece->is_spare) {
+            stats.n_spare_kept += piece->is_kept ? piece->n_bytes : 0;
+            continue;
+        }
         stats.n_kept += piece->is_kept ? piece->n_bytes : piece->has_first ? piece->n_first : 0;
         stats.n_first += piece->n_first;
         stats.n_first_kept += has ? piece->n_first : 0;
@@ -64,10 +70,12 @@ llmaas_piece * llmaas_pieces_add(llmaas_pieces * pieces, const llmaas_piece * pi
     return pieces->all[pieces->n++] = added;
 }
 
-void llmaas_pieces_never_keep(llmaas_pieces * pieces, llmaas_piece * piece) {
-    pieces->n_bytes -= piece->is_never_kept ? 0 : piece->n_bytes;
-    pieces->is_stale     = true;
-    piece->is_never_kept = true;
+void llmaas_pieces_spare(llmaas_pieces * pieces, llmaas_piece * piece) {
+    if (!piece->is_spare) {
+        pieces->n_bytes -= piece->n_bytes;
+        pieces->n_spare += piece->n_bytes;
+        pieces->is_stale = piece->is_spare = true;
+    }
 }
 
 /* -- bytes that are kept first ----------------------------------------------------------------------------------- */
@@ -99,6 +107,10 @@ void llmaas_pieces_note(llmaas_pieces * pieces, llmaas_piece * piece, const llma
     piece->n_now     = n_bytes > piece->n_now ? n_bytes : piece->n_now;
     piece->n_lately  = n_bytes > piece->n_lately ? n_bytes : piece->n_lately;
     pieces->is_stale = pieces->is_stale || use_of(piece) != before;
+    if (piece->is_spare && pieces->last_spare != pieces->n_graphs) {
+        pieces->last_spare = pieces->n_graphs;
+        pieces->n_spare_graphs++;
+    }
 }
 
 bool llmaas_pieces_use(
@@ -142,29 +154,37 @@ static int by_use_and_order(const void * a, const void * b) {
     return (x->keep_order > y->keep_order) - (x->keep_order < y->keep_order);
 }
 
-static bool may_be_kept(const llmaas_piece * piece) { return piece->keep_order >= 0 && !piece->is_never_kept; }
+/* Add what memory for n_more bytes of a piece adds to n_wanted; return whether there is room for them. Pieces that no
+ * graph has used are not wanted. */
+static bool has_room(const llmaas_piece * piece, size_t n_more, uint64_t * n_wanted, uint64_t n_room) {
+    *n_wanted += piece->keep_order >= 0 ? n_more : 0;
+    return piece->keep_order >= 0 && *n_wanted <= n_room;
+}
 
-/* Pieces that no graph has used are not wanted. */
-void llmaas_pieces_choose(llmaas_pieces * pieces, uint64_t n_bytes) {
-    uint64_t n_wanted = 0;
+void llmaas_pieces_choose(llmaas_pieces * pieces, const llmaas_piece_room * room) {
+    uint64_t n_wanted = 0, n_spare = 0;
     if (pieces->n == 0) {
         return;
     }
     qsort(pieces->all, pieces->n, sizeof *pieces->all, by_use_and_order);
     for (size_t i = 0; i < pieces->n; i++) {
         llmaas_piece * piece = pieces->all[i];
-        n_wanted += may_be_kept(piece) ? piece->n_first : 0;
-        piece->wants_first = piece->n_first > 0 && may_be_kept(piece) && n_wanted <= n_bytes;
+        const bool     has   = !piece->is_spare && has_room(piece, piece->n_first, &n_wanted, room->n_bytes);
+        piece->wants_first   = piece->n_first > 0 && has;
     }
     for (size_t i = 0; i < pieces->n; i++) {
         llmaas_piece * piece = pieces->all[i];
-        n_wanted += may_be_kept(piece) ? piece->n_bytes - piece->n_first : 0;
-        piece->is_wanted = may_be_kept(piece) && (is_whole(piece) ? piece->wants_first : n_wanted <= n_bytes);
+        if (piece->is_spare) {
+            piece->is_wanted = has_room(piece, piece->n_bytes, &n_spare, room->n_spare);
+        } else {
+            const bool has   = has_room(piece, piece->n_bytes - piece->n_first, &n_wanted, room->n_bytes);
+            piece->is_wanted = is_whole(piece) ? piece->wants_first : has;
+        }
     }
 }
 
-void llmaas_pieces_set_memory(llmaas_pieces * pieces, uint64_t n_bytes) {
-    llmaas_pieces_choose(pieces, n_bytes);
+void llmaas_pieces_set_memory(llmaas_pieces * pieces, const llmaas_piece_room * room) {
+    llmaas_pieces_choose(pieces, room);
     for (size_t i = 0; i < pieces->n; i++) {
         llmaas_piece * piece = pieces->all[i];
         if (piece->is_kept && !piece->is_wanted && piece->wants_first) {

@@ -4,7 +4,10 @@
  * the other at a long stretch of pieces of one kind. Pieces that recent graphs used in full are kept first, then those
  * used in part: what a level leaves out makes way for what it needs. Before all of these come the bytes that are to be
  * kept first (llmaas_pieces_keep_first): they may be a part of a piece. The rest of such a piece comes next, as it costs
- * less memory than another piece, and saves as much reading. */
+ * less memory than another piece, and saves as much reading.
+ *
+ * Spare pieces are those that only prompts use, because tokens use their channels (channels.h). They are kept in memory
+ * that is left when everything else is kept. */
 #ifndef LLMAAS_PIECES_H
 #define LLMAAS_PIECES_H
 
@@ -13,8 +16,10 @@
 typedef struct llmaas_pieces llmaas_pieces;
 
 typedef struct llmaas_piece_stats {
-    uint64_t n_bytes; /* bytes of all pieces that may be kept */
-    uint64_t n_kept;  /* bytes of those that are */
+    uint64_t n_bytes; /* bytes of all pieces but spare ones */
+    uint64_t n_kept;  /* bytes of those that are kept */
+    uint64_t n_spare, n_spare_kept; /* the same of spare pieces */
+    uint64_t n_spare_graphs; /* graphs that used spare pieces */
     uint64_t n_first; /* bytes of memory for what is to be kept first */
     uint64_t n_first_kept; /* bytes of n_first that memory holds */
 } llmaas_piece_stats;
@@ -25,10 +30,15 @@ void               llmaas_pieces_free(llmaas_pieces * pieces);
 llmaas_piece_stats llmaas_pieces_read_stats(const llmaas_pieces * pieces);
 uint64_t           llmaas_pieces_bytes(const llmaas_pieces * pieces); /* n_bytes of the statistics */
 
+/* Most bytes of pieces that are kept. */
+typedef struct llmaas_piece_room {
+    uint64_t n_bytes, n_spare; /* of all but spare pieces, and of these */
+} llmaas_piece_room;
+
 /* Add a piece, which lives as long as the set. NULL if out of memory. */
 llmaas_piece * llmaas_pieces_add(llmaas_pieces * pieces, const llmaas_piece * piece);
-/* Stop keeping a piece: from the next graph on, it is only read for graphs that use it in full. */
-void llmaas_pieces_never_keep(llmaas_pieces * pieces, llmaas_piece * piece);
+/* Make a piece a spare one, from the next graph on. */
+void llmaas_pieces_spare(llmaas_pieces * pieces, llmaas_piece * piece);
 
 /* Keep these bytes of a piece before all others, from the next graph on; n_bytes 0: none of them. */
 void llmaas_pieces_keep_first(llmaas_pieces * pieces, llmaas_piece * piece, const llmaas_strided * first);
@@ -43,9 +53,9 @@ bool llmaas_pieces_use(
 
 /* Return whether recent graphs used other pieces than before, so that the choice must be repeated. */
 bool llmaas_pieces_are_stale(const llmaas_pieces * pieces);
-/* Choose the pieces to keep, at most n_bytes of them, while a graph is being computed. */
-void llmaas_pieces_choose(llmaas_pieces * pieces, uint64_t n_bytes);
+/* Choose the pieces to keep, while a graph is being computed. */
+void llmaas_pieces_choose(llmaas_pieces * pieces, const llmaas_piece_room * room);
 /* Do the same between graphs, and give back the memory of all other pieces. */
-void llmaas_pieces_set_memory(llmaas_pieces * pieces, uint64_t n_bytes);
+void llmaas_pieces_set_memory(llmaas_pieces * pieces, const llmaas_piece_room * room);
 
 #endif

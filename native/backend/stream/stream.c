@@ -57,9 +57,9 @@ llmaas_channels * llmaas_stream_channels(llmaas_stream * stream) {
     return b->channels = b->channels ? b->channels : llmaas_channels_new(b->pieces, &stream->reading, stream->n_arena);
 }
 
-void llmaas_stream_never_keep(llmaas_stream * stream, llmaas_piece * piece) {
+void llmaas_stream_spare(llmaas_stream * stream, llmaas_piece * piece) {
     pthread_mutex_lock(&stream->lock.mutex);
-    llmaas_pieces_never_keep(stream->budget.pieces, piece);
+    llmaas_pieces_spare(stream->budget.pieces, piece);
     pthread_mutex_unlock(&stream->lock.mutex);
 }
 
@@ -149,8 +149,10 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
     const llmaas_arena_stats arena  = llmaas_arena_read_stats(stream->arena);
     *stats = (llmaas_stream_stats) {
         .n_bytes = pieces.n_bytes, .n_kept = pieces.n_kept, .n_arena = arena.n_bytes, .n_read = arena.n_read,
-        .n_wasted = arena.n_wasted, .stalled_ns = arena.stalled_ns, .n_room = llmaas_memory_budget_of_pieces(&stream->budget), .n_first = pieces.n_first,
-        .n_first_kept = pieces.n_first_kept, .n_passes = stream->n_passes};
+        .n_wasted = arena.n_wasted, .stalled_ns = arena.stalled_ns, .n_first = pieces.n_first,
+        .n_room = llmaas_memory_budget_of_pieces(&stream->budget).n_bytes, .n_first_kept = pieces.n_first_kept,
+        .n_passes = stream->n_passes, .n_spare = pieces.n_spare, .n_spare_kept = pieces.n_spare_kept,
+        .n_spare_passes = pieces.n_spare_graphs};
     if (stream->budget.experts) {
         const llmaas_expert_stats experts = llmaas_experts_read_stats(stream->budget.experts);
         add_experts(stats, &experts);
@@ -194,7 +196,8 @@ bool llmaas_stream_begin(llmaas_stream * stream, llmaas_graph * graph, int64_t n
 /* Choose again if need be. The choice stays stale: pieces that are no longer wanted are still part of this graph. */
 bool llmaas_stream_start(llmaas_stream * stream) {
     if (llmaas_pieces_are_stale(stream->budget.pieces)) {
-        llmaas_pieces_choose(stream->budget.pieces, llmaas_memory_budget_of_pieces(&stream->budget));
+        const llmaas_piece_room room = llmaas_memory_budget_of_pieces(&stream->budget);
+        llmaas_pieces_choose(stream->budget.pieces, &room);
     }
     return llmaas_arena_start(stream->arena);
 }

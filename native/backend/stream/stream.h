@@ -17,8 +17,8 @@ void            llmaas_stream_free(llmaas_stream * stream);
 llmaas_pieces *   llmaas_stream_pieces(llmaas_stream * stream);
 llmaas_experts *  llmaas_stream_experts(llmaas_stream * stream);
 llmaas_channels * llmaas_stream_channels(llmaas_stream * stream);
-/* Stop keeping a piece: from the next graph on, it is only read for graphs that use it in full. */
-void llmaas_stream_never_keep(llmaas_stream * stream, llmaas_piece * piece);
+/* Make a piece a spare one (pieces.h), from the next graph on. */
+void llmaas_stream_spare(llmaas_stream * stream, llmaas_piece * piece);
 
 /* Keep these bytes of a piece before all others (pieces.h). Waits for the graph being computed. */
 void llmaas_stream_keep_first(llmaas_stream * stream, llmaas_piece * piece, const llmaas_strided * first);

@@ -111,10 +111,10 @@ llmaas_status llmaas_file_columns(llmaas_weight * weight, const llmaas_columns *
     return LLMAAS_OK;
 }
 
-void llmaas_file_never_keep(llmaas_weight * weight) {
+void llmaas_file_spare(llmaas_weight * weight) {
     struct state * state = weight->state;
     for (size_t i = 0; i < state->n_pieces; i++) {
-        llmaas_stream_never_keep(state->stream, state->pieces[i]);
+        llmaas_stream_spare(state->stream, state->pieces[i]);
     }
 }
 

@@ -58,8 +58,8 @@ void * llmaas_file_state(llmaas_stream * stream, int fd, uint64_t offset, bool i
 llmaas_status llmaas_file_columns(llmaas_weight * weight, const llmaas_columns * columns);
 /* Keep the first n_rows × n_columns of a weight before the rest of all weights, from the next graph on; no rows: none. */
 void llmaas_file_keep_first(llmaas_weight * weight, int64_t n_rows, int64_t n_columns);
-/* Stop keeping the pieces of a weight that has columns: they are only read for graphs that use them in full. */
-void llmaas_file_never_keep(llmaas_weight * weight);
+/* Keep the pieces of a weight that has columns in spare memory only: tokens do not use them. */
+void llmaas_file_spare(llmaas_weight * weight);
 
 struct llmaas_weight {
     char                       name[GGML_MAX_NAME];

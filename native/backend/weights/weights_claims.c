@@ -353,7 +353,7 @@ llmaas_status llmaas_weights_add_columns(
     }
     llmaas_weights_end_change(weights);
     if (status == LLMAAS_OK) {
-        llmaas_file_never_keep(weight);
+        llmaas_file_spare(weight);
     }
     return status;
 }

@@ -112,7 +112,7 @@ typedef struct llmaas_reading {
 LLMAAS_API llmaas_status llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_reading * reading);
 
 typedef struct llmaas_stream_stats {
-    uint64_t n_bytes;         /* bytes of the weights, or of their channels: all that could be kept */
+    uint64_t n_bytes;         /* bytes of the weights, or of their channels: all that tokens use */
     uint64_t n_kept, n_arena; /* bytes of memory */
     uint64_t n_least;         /* bytes of n_kept that the experts of one product need */
     uint64_t n_hits, n_misses; /* experts found in memory, and experts read, so far */
@@ -128,6 +128,9 @@ typedef struct llmaas_stream_stats {
     uint64_t n_first, n_first_kept; /* bytes of memory for what is kept before everything else, and those that it
                                      * holds now */
     uint64_t n_passes;        /* graphs so far, each of which passes through the weights */
+    uint64_t n_spare, n_spare_kept; /* bytes of the weights that only prompts use, because tokens use their channels, and
+                                     * those in memory: n_kept leaves them out */
+    uint64_t n_spare_passes;  /* graphs so far that used such weights */
 } llmaas_stream_stats;
 /* Fill in the statistics; all 0 if no weights are in files or `weights` is NULL. */
 LLMAAS_API void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);

@@ -88,6 +88,9 @@ class Weights:
             "channel_misses": stats.n_channel_misses,
             "channel_preloads": stats.n_channel_preloads,
             "passes": stats.n_passes,
+            "prompt_bytes": stats.n_spare,
+            "prompt_kept_bytes": stats.n_spare_kept,
+            "prompt_passes": stats.n_spare_passes,
         }
 
     def add_operand(self, path: str, stamp: FileStamp, operand: ChannelOperand) -> None:

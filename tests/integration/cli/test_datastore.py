@@ -102,6 +102,10 @@ def test_building_again_adds_what_is_new(run, export):
     code, selected = run("select", "--size", 50)
     assert (code, selected["n_pairs"], selected["n_full"]) == (0, 50, found["pairs"])
     assert run("stats")[1]["selected"]["pairs"] == 50
+    assert run("stats")[1]["selected"]["settings"]["how"] == "draw"
+    code, hardest = run("select", "--size", 50, "--how", "top")
+    assert (code, hardest["n_pairs"]) == (0, 50)
+    assert run("stats")[1]["selected"]["settings"]["how"] == "top"
 
 
 @pytest.mark.slow

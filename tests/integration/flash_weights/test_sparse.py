@@ -165,7 +165,8 @@ start, runs, kept = resident_bytes(), [], []
 for n, cache in ((100, "shared"), (9, "shared"), (9, "layer"), (9, "busiest"), (9, "streamed")):
     suite, llama = app(start + 300 * MIB, mode="sparse", arena=4 * MIB, cache=cache)
     tokens(llama, 2)
-    beside = resident_bytes() - streamed(suite)["models"][0]["kept_bytes"]
+    stats = streamed(suite)["models"][0]
+    beside = resident_bytes() - stats["kept_bytes"] - stats["prompt_kept_bytes"]
     suite.plugin("flash_weights").set_memory_budget(beside + n * MIB)
     runs.append(tokens(llama, 60))
     kept.append(streamed(suite)["models"][0]["kept_bytes"] / streamed(suite)["models"][0]["bytes"])
@@ -195,7 +196,7 @@ llama.reset()
 for i, token in zip(range(100), generator(llama)):
     if i in (30, 60):
         stats = streamed(suite)["models"][0]
-        beside = resident_bytes() - stats["kept_bytes"]
+        beside = resident_bytes() - stats["kept_bytes"] - stats["prompt_kept_bytes"]
         flash.set_memory_budget(beside + (12 if i == 30 else 300) * MIB)
     found.append(token)
     kept.append(streamed(suite)["models"][0]["kept_bytes"])

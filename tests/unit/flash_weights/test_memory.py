@@ -69,11 +69,27 @@ def test_a_budget_that_cannot_be_met_is_refused_with_the_least():
     assert "\n" not in str(caught.value)
 
 
+def test_weights_that_only_prompts_use_get_what_all_others_leave():
+    models = [
+        Needs(100 * MIB, 0, 8 * MIB, 0, 60 * MIB),
+        needs(200),
+        Needs(50 * MIB, 0, 0, 0, 30 * MIB),
+    ]
+    least = 350 + 8 + 8  # what tokens of all three use, and what passes through
+    for budget, expected in (
+        (least - 50, [85, 171, 42]),
+        (least, [100, 200, 50]),
+        (least + 45, [130, 200, 65]),
+        (least + 200, [160, 200, 80]),
+    ):
+        assert shared(budget, 0, *models) == pytest.approx(expected, abs=1)
+
+
 def test_the_budget_holds_whatever_the_models_are():
     rng = np.random.default_rng(3)
     for _ in range(300):
         models = [
-            Needs(*(int(n) for n in rng.integers(0, 1 << 30, 4) >> rng.integers(0, 20, 4)))
+            Needs(*(int(n) for n in rng.integers(0, 1 << 30, 5) >> rng.integers(0, 20, 5)))
             for _ in range(rng.integers(1, 5))
         ]
         others = int(rng.integers(1 << 28))
@@ -90,5 +106,5 @@ def test_the_budget_holds_whatever_the_models_are():
             <= room
         )
         for kept, one in zip(found, models, strict=True):
-            assert kept <= one.n_bytes
+            assert kept <= one.n_bytes + one.prompts
             assert kept >= min(one.least, one.n_bytes)

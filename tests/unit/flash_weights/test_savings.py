@@ -19,35 +19,58 @@ def savings(monkeypatch):
     return WeightSavings()
 
 
+def sizes(n_bytes, kept, prompts=0, prompts_kept=0):
+    names = "bytes", "kept_bytes", "prompt_bytes", "prompt_kept_bytes"
+    return dict(zip(names, (n_bytes, kept, prompts, prompts_kept), strict=True))
+
+
 def test_a_byte_saves_its_wait_in_each_pass(savings):
-    savings.saw(Seen(0, 0), Seen(3_000_000_000, 10), 400 * MIB, 100 * MIB)  # 1 ms a MiB and pass
+    savings.saw(
+        Seen(0, 0), Seen(3_000_000_000, 10), sizes(400 * MIB, 100 * MIB)
+    )  # 1 ms a MiB and pass
     assert savings.saved_s(400 * MIB) * MIB == pytest.approx(10 * 0.001 / TIME_S)
 
 
 def test_where_computing_takes_longer_than_reading_nothing_is_saved(savings):
-    savings.saw(Seen(5, 2), Seen(5, 12), 400 * MIB, 300 * MIB)
+    savings.saw(Seen(5, 2), Seen(5, 12), sizes(400 * MIB, 300 * MIB))
     assert savings.saved_s(400 * MIB) == 0
 
 
 def test_weights_that_are_all_kept_are_worth_what_they_were(savings):
-    savings.saw(Seen(0, 0), Seen(3_000_000_000, 10), 400 * MIB, 100 * MIB)
+    savings.saw(Seen(0, 0), Seen(3_000_000_000, 10), sizes(400 * MIB, 100 * MIB))
     before = savings.saved_s(400 * MIB)
-    savings.saw(Seen(0, 0), Seen(0, 0), 400 * MIB, 400 * MIB)  # no batch: nothing is known
+    savings.saw(Seen(0, 0), Seen(0, 0), sizes(400 * MIB, 400 * MIB))  # no batch: nothing is known
     assert savings.saved_s(400 * MIB) == before
     kept = WeightSavings()
-    kept.saw(Seen(0, 0), Seen(0, 10), 400 * MIB, 400 * MIB)
+    kept.saw(Seen(0, 0), Seen(0, 10), sizes(400 * MIB, 400 * MIB))
     assert kept.saved_s(400 * MIB) == pytest.approx(10 * 1e-9 / TIME_S)  # a guess, no division by 0
 
 
 def test_two_models_share_the_passes_by_their_size(savings):
-    savings.saw(Seen(0, 0), Seen(1_000_000_000, 10), 100 * MIB, 0)
-    savings.saw(Seen(0, 0), Seen(0, 0), 300 * MIB, 0)
+    savings.saw(Seen(0, 0), Seen(1_000_000_000, 10), sizes(100 * MIB, 0))
+    savings.saw(Seen(0, 0), Seen(0, 0), sizes(300 * MIB, 0))
     each = 1.0 / (10 * 100 * MIB)
     assert savings.saved_s(400 * MIB) == pytest.approx(each * 10 * 100 / 400 / TIME_S)
 
 
+def test_weights_that_only_prompts_use_save_less_and_come_last(savings):
+    """Of 10 passes, 2 used all weights: the waits are for 10 x 300 and 2 x 200 MiB."""
+    found = sizes(400 * MIB, 100 * MIB, 250 * MIB, 50 * MIB)
+    savings.saw(Seen(0, 0, 0), Seen(3_400_000_000, 10, 2), found)
+    weights, *_ = savings.claims(
+        [SEEN | found | {"level_bytes": 0, "level_kept_bytes": 0}], 0, print
+    )
+    each = 0.001 / TIME_S  # of a MiB and pass
+    assert weights.held == (100 - 10 + 50) * MIB
+    assert weights.most == (400 - 10 + 250) * MIB
+    nothing, tokens, prompts = weights.saved
+    assert nothing == (0, 0.0)
+    assert tokens == (390 * MIB, pytest.approx(390 * 10 * each))
+    assert prompts == (640 * MIB, pytest.approx((390 * 10 + 250 * 2) * each))
+
+
 def test_room_of_compute_buffers_is_no_part_of_the_division(savings):
-    seen = dict.fromkeys(("least_bytes", "level_bytes", "level_kept_bytes", "passing_bytes"), 0)
+    seen = dict.fromkeys(SEEN, 0)
     seen |= {"bytes": 400 * MIB, "kept_bytes": 150 * MIB, "arena_bytes": 5 * MIB}
     weights, needed, lent = savings.claims([seen], 60 * MIB, print)
     assert (weights.held, weights.most) == (90 * MIB, 340 * MIB)
@@ -65,12 +88,14 @@ SEEN = {
     "level_kept_bytes": 60 * MIB,
     "arena_bytes": 5 * MIB,
     "passing_bytes": 0,
+    "prompt_bytes": 0,
+    "prompt_kept_bytes": 0,
 }
 
 
 def test_before_the_first_pass_nothing_is_known_and_without_waits_nothing_is_saved(savings):
     assert not savings.claims([SEEN], 0, print)[0].is_known
-    savings.saw(Seen(5, 0), Seen(5, 10), 400 * MIB, 150 * MIB)
+    savings.saw(Seen(5, 0), Seen(5, 10), sizes(400 * MIB, 150 * MIB))
     assert savings.claims([SEEN], 0, print)[0].saved == ((0, 0.0), (310 * MIB, 0.0))
 
 
@@ -83,7 +108,7 @@ def test_a_level_that_is_kept_first_is_no_part_of_the_claim(savings):
 @pytest.fixture
 def streamed(savings):
     """Return a streamed model whose figures the test sets."""
-    stats = SEEN | {"stalled_ns": 0, "passes": 0}
+    stats = SEEN | {"stalled_ns": 0, "passes": 0, "prompt_passes": 0}
     context = SimpleNamespace(
         file_weights=lambda: SimpleNamespace(stats=stats.copy),
         cells=lambda: SimpleNamespace(n=0),

@@ -273,3 +273,12 @@ def test_a_refresh_that_is_ended_in_a_pause_changes_nothing(archive):
         n_ended += 1
     assert n_ended > 10
     assert [path.read_bytes() for path in files] != before
+
+
+def test_a_refresh_by_another_rule_starts_over(archive):
+    drawn = SelectionParams(size=60, k=6, n_dims=N_EMBD)
+    hardest = SelectionParams(size=60, k=6, n_dims=N_EMBD, how="top")
+    seen = [[], [], []]
+    for params, counts in zip((drawn, drawn, hardest), seen, strict=True):
+        update_datastore(archive, params, counts.append)
+    assert [sum(counts) for counts in seen] == [archive.n_pairs, 0, archive.n_pairs]

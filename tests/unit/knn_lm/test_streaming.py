@@ -77,6 +77,17 @@ def test_what_the_model_finds_hard_is_kept_more_often_and_weighs_less():
     assert np.mean(weights[1]) == pytest.approx(500, rel=0.1)
 
 
+def test_on_demand_only_the_hardest_stay():
+    source = Pairs(1000)
+    source.p_lm[:] = np.random.default_rng(0).permutation(np.linspace(0.1, 0.9, 1000))
+    stream = PrioritySampler(source, SIZE, OBJECTIVE, how="top", buffer=BUFFER)
+    for _ in stream.advance(1000):
+        pass
+    found = stream.kept.selection()
+    assert set(found.indices.tolist()) == set(np.argsort(source.p_lm)[:SIZE].tolist())
+    assert (found.weights == 1).all()
+
+
 def test_no_pair_twice():
     stream, _ = run(3000)
     assert len(set(stream.kept.selection().indices.tolist())) == len(stream.kept.selection())
