@@ -157,6 +157,24 @@ def _means(outputs: Sequence[Output]) -> Table:
     return means_table(rows, _SHOWN, bases, f"mean of the {_NUMBERS[n] if n < 9 else n}")
 
 
+def _rules(outputs: Sequence[Output]) -> Table:
+    """Show how both rules of selection change perplexity, by the model's own perplexity."""
+    users = by_user(_scored(outputs, "table2"))
+    pairs = (("offline", "random"), ("offline, top", "random"), ("offline, top", "offline"))
+    surest_first = sorted(users.items(), key=lambda item: perplexity(item[1]["pure"].surprise))
+    lines = []
+    for user, found in surest_first:
+        full = change(found["full"].surprise, found["pure"].surprise)
+        lines.append([
+            user,
+            number(perplexity(found["pure"].surprise)),
+            f"{signed(full.value, 1)} %",
+            *(_percents(change(found[a].surprise, found[b].surprise)) for a, b in pairs),
+        ])  # fmt: skip
+    heads = ["user", "pure", "full", "draw to random", "top to random", "top to draw"]
+    return Table(heads, lines, "l".ljust(len(heads), "r"))
+
+
 def _by_share(outputs: Sequence[Output]) -> Table:
     """Show the mean change to the model alone by the share of kept pairs."""
     users = by_user(_scored(outputs, "fig9"))
@@ -262,6 +280,7 @@ TABLES: Mapping[str, Maker] = {
     "knn-perplexity": _perplexities,
     "knn-means": _means,
     "knn-kept": _by_share,
+    "knn-rules": _rules,
     "knn-drift": _drift,
     "knn-harm": _harm,
     "knn-approximation": _approximation,
