@@ -12,7 +12,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, sync_directory, write
 from llmaas_plugins.files.store_lock import try_lock
 
-__all__ = ["replaced", "replacing", "taken", "write_bytes"]
+__all__ = ["foreseen", "replaced", "replacing", "taken", "write_bytes"]
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[int]:
     Raises:
         StoreError: The file cannot be written, or another process writes it.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = _partial_of(path)
     with as_store_error(f"cannot write {path}"), taken(partial) as fd, _removed(partial):
         os.ftruncate(fd, 0)
         mode = _mode_of(path)
@@ -54,6 +54,27 @@ def replacing(path: Path) -> Iterator[int]:
         os.fsync(fd)
         partial.replace(path)
         sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def foreseen(path: Path) -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether a file was written by ``replacing`` in the block.
+
+    That may be in another process. The partial file is made beforehand, so its inode is known. The
+    function returns False for a file that somebody else put there, and after a second replacement.
+
+    Raises:
+        StoreError: The partial file cannot be opened.
+    """
+    partial = _partial_of(path)
+    with as_store_error(f"cannot write {path}"):
+        fd = _opened(partial)
+    try:
+        yield lambda: _is_named(fd, path)
+    finally:
+        if not os.fstat(fd).st_size and try_lock(fd) and _is_named(fd, partial):
+            partial.unlink(missing_ok=True)
+        os.close(fd)
 
 
 def replaced(
@@ -116,11 +137,20 @@ def _removed(partial: Path) -> Iterator[None]:
         raise
 
 
-def _locked(partial: Path) -> int:
+def _partial_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _opened(partial: Path) -> int:
     fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | OPEN_FLAGS, 0o644)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise StoreError(f"{partial} is not a regular file; remove it.")
+    return fd
+
+
+def _locked(partial: Path) -> int:
+    fd = _opened(partial)
     if not try_lock(fd):
         os.close(fd)
         raise StoreError(f"{partial} is being written by another process: wait for it, or stop it.")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.partial_file import write_bytes
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.validation import validate_json
@@ -82,8 +86,7 @@ class MadeBefore:
     def __init__(self) -> None:
         """Read the list, if there is one."""
         self._path = DIRECTORY.expanduser() / _MADE
-        found = _read(self._path, _Made)
-        self._digests = {} if found is None else dict(found.digests)
+        self._digests = self._found()
 
     def has(self, path: Path) -> bool:
         """Return whether a file is as this command wrote it.
@@ -99,8 +102,14 @@ class MadeBefore:
         Raises:
             StoreError: The file cannot be read, or the list cannot be written.
         """
-        self._digests[str(path)] = file_digest(path)
-        _write(self._path, _Made(version=1, digests=self._digests))
+        digest = file_digest(path)  # which may take long
+        with _locked(self._path.parent):  # runs for other models write to the list, too
+            self._digests = self._found() | {str(path): digest}
+            _write(self._path, _Made(version=1, digests=self._digests))
+
+    def _found(self) -> dict[str, str]:
+        found = _read(self._path, _Made)
+        return {} if found is None else dict(found.digests)
 
 
 def folder_of(digest: str) -> Path:
@@ -126,6 +135,18 @@ def _read(path: Path, kind: type[_Content]) -> _Content | None:
         return validate_json(kind, path.read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block."""
+    with as_store_error(f"cannot open {folder}"):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _write(path: Path, content: BaseModel) -> None:

@@ -22,6 +22,7 @@ from llmaas_plugins.cli.setup.steps import (
     steps_of,
 )
 from llmaas_plugins.files.file_bytes import as_store_error
+from llmaas_plugins.files.partial_file import foreseen
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.short_prompts.encoder.model_file import find_encoder
 from llmaas_plugins.signals import signals_wait
@@ -156,12 +157,18 @@ class Run:
     @contextmanager
     def _writing(self, step: Step) -> Iterator[None]:
         """Note that the prepared file is this command's if a step wrote it, stopped or not."""
-        try:
+        if step.name not in {"prepare", "search"}:
             yield
-        finally:
-            if step.name in {"prepare", "search"} and self.job.made.exists():
-                with signals_wait():  # otherwise the next run would take the file for the user's
-                    MadeBefore().keep(self.job.made)
+            return
+        is_done = False
+        with foreseen(self.job.made) as is_written:
+            try:
+                yield
+                is_done = True
+            finally:
+                if is_done or is_written():
+                    with signals_wait():  # else the next run would take the file for the user's
+                        MadeBefore().keep(self.job.made)
 
     def _named(self, error: StoreError) -> StoreError:
         """Name the process that improves the model in the error that it keeps others out."""

@@ -25,6 +25,7 @@ from llmaas_plugins.cli.setup.extents import Extents
 from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record, folder_of, key_of
 from llmaas_plugins.cli.setup.steps import Job, improving_steps, steps_of
 from llmaas_plugins.config import load_config
+from llmaas_plugins.files.partial_file import write_bytes
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.reference_model import reference_model_path
 from llmaas_plugins.service.level_arguments import levels_of
@@ -235,23 +236,37 @@ def test_files_of_the_command_are_known_until_somebody_changes_them(tmp_path, mo
     assert not MadeBefore().has(path)
 
 
-@pytest.mark.parametrize("is_written", [True, False])
-def test_a_stopped_step_claims_only_the_file_that_it_wrote(tmp_path, monkeypatch, is_written):
+def test_runs_for_other_models_lose_no_file_of_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder_of("a" * 64).mkdir(parents=True)
+    paths = [write_family("llama", tmp_path / f"{i}.gguf", seed=i) for i in range(2)]
+    for made, path in zip([MadeBefore(), MadeBefore()], paths, strict=True):
+        made.keep(path)
+    assert all(map(MadeBefore().has, paths))
+
+
+@pytest.mark.parametrize("writer", ["the step", "the user", None])
+def test_a_stopped_step_claims_only_the_file_that_it_wrote(tmp_path, monkeypatch, writer):
     monkeypatch.setenv("HOME", str(tmp_path))
     model = write_family("llama", tmp_path / "model.gguf")
     job = Job(model, file_digest(model))
+    content = write_family("llama", tmp_path / "other.gguf", seed=1).read_bytes()
 
     def stopped(_step):
-        if is_written:
-            write_family("llama", job.made, seed=1)
+        if writer == "the step":
+            write_bytes(job.made, content)
+        elif writer is not None:
+            job.made.write_bytes(content)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(running, "run", stopped)
     setup = functools.partial(running.Run, job, tmp_path / "llmaas.toml", None, print)
     with pytest.raises(KeyboardInterrupt):
         setup().all()
-    setup()  # goes on
-    content = write_family("llama", job.made, seed=2).read_bytes()  # the user's own
+    assert [*tmp_path.glob("*.partial")] == []
+    if writer != "the user":
+        setup()  # goes on
+        content = write_family("llama", job.made, seed=2).read_bytes()  # the user's own
     with pytest.raises(ConfigError, match="did not make it"):
         setup()
     assert job.made.read_bytes() == content
