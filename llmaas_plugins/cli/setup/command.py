@@ -277,9 +277,10 @@ def _then(
     yield f"    llmaas tune{config} {shlex.quote(str(args.model))}"
     if (improving := report.get("improving")) is not None:
         seconds = sum(estimates.seconds.get(step.name, 0) for step in improving_steps(job))
+        process = "" if improving["pid"] is None else f"process {improving['pid']}; "
         yield (
             f"The levels are improved in the background, for about {duration_text(seconds)} "
-            f"(process {improving['pid']}; log: {improving['log']})."
+            f"({process}log: {improving['log']})."
         )
 
 

@@ -33,7 +33,10 @@ def improver_lock(folder: Path) -> Iterator[int | None]:
     with as_store_error(f"cannot open {folder / _FILE}"):
         fd = os.open(folder / _FILE, _FLAGS, 0o600)
     try:
-        yield fd if try_lock(fd) else None
+        has_it = try_lock(fd)
+        if has_it:
+            os.ftruncate(fd, 0)  # else a number that is read meanwhile is of a process that is gone
+        yield fd if has_it else None
     finally:
         os.close(fd)
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from llmaas_hooks import ConfigError
@@ -20,10 +23,14 @@ from llmaas_plugins.cli.setup.steps import improving_steps
 __all__ = ["begin_improving", "improve"]
 
 _LOG = "improve.log"
+_GLANCE_S, _STEP_S = 2.0, 0.02
+"""Time in which whoever has the lock writes its number or only looked, and between two tries."""
 
 
 def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None:
     """Start the work in the background; return its process and log, or None if it is done.
+
+    The process is None if another one has the lock and does not say who it is.
 
     Raises:
         StoreError: The files for the process cannot be written.
@@ -35,14 +42,10 @@ def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None
         arguments += [option, *map(str, values)] if values else []
     arguments += ["--memory", args.memory] if args.memory else []
     folder = run.job.folder
-    log = folder / _LOG
-    with improver_lock(folder) as lock:
-        if lock is None:  # an earlier run started it
-            process = found_improver(folder)
-        else:
-            process = begun(arguments, log, lock)
-            set_improver(lock, process)
-    return {"pid": process, "log": str(log)}
+    deadline = time.monotonic() + _GLANCE_S
+    while (process := _begun_or_found(folder, arguments)) is None and time.monotonic() < deadline:
+        time.sleep(_STEP_S)
+    return {"pid": process, "log": str(folder / _LOG)}
 
 
 def improve(run: Run) -> dict[str, float]:
@@ -70,3 +73,16 @@ def improve(run: Run) -> dict[str, float]:
         except ConfigError as error:
             run.say(f'{error} Set table = "searched" in [plugins.elastic] to use the new widths.')
     return seconds
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _begun_or_found(folder: Path, arguments: Sequence[str]) -> int | None:
+    """Return the process that improves the model, which this starts unless one does already."""
+    with improver_lock(folder) as lock:
+        if lock is None:  # an earlier run started it, or somebody looks who has the lock
+            return found_improver(folder)
+        process = begun(arguments, folder / _LOG, lock)
+        set_improver(lock, process)
+        return process

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -48,14 +49,44 @@ def test_a_process_has_the_lock_that_it_inherited_as_long_as_it_lives(tmp_path, 
         assert lock is not None
 
 
-def test_another_process_with_the_number_of_one_that_is_gone_keeps_nothing_from_beginning(
-    tmp_path, monkeypatch, started
-):
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Return a run of a model that is set up, but not improved."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(Run, "is_improved", lambda _: False)
     job = Job(reference_model_path(), "d" * 64)
     job.folder.mkdir(parents=True)
+    return Run(job, tmp_path / "llmaas.toml", None, print)
+
+
+ARGS = argparse.Namespace(memory=None)
+
+
+def test_a_process_that_has_the_lock_is_waited_for_until_it_says_its_number(run):
+    (run.job.folder / "improve.pid").write_text("1")  # of a process that is gone
+    with improver_lock(run.job.folder) as lock:
+        timer = threading.Timer(0.05, set_improver, (lock, 4711))
+        timer.start()
+        found = improving.begin_improving(run, ARGS)
+        timer.join()
+    assert found["pid"] == 4711
+
+
+def test_somebody_who_only_looks_who_has_the_lock_keeps_nothing_from_beginning(run, monkeypatch):
+    monkeypatch.setattr(improving, "begun", lambda *_: 4711)
+    with contextlib.ExitStack() as looking:
+        looking.enter_context(improver_lock(run.job.folder))
+        timer = threading.Timer(0.05, looking.close)
+        timer.start()
+        assert improving.begin_improving(run, ARGS)["pid"] == 4711
+        timer.join()
+
+
+def test_another_process_with_the_number_of_one_that_is_gone_keeps_nothing_from_beginning(
+    run, monkeypatch, started
+):
     other = started("setup", "other.gguf", "--improve")
-    (job.folder / "improve.pid").write_text(str(other.pid))
+    (run.job.folder / "improve.pid").write_text(str(other.pid))
     processes = []
 
     def begun(_arguments, _log, lock):
@@ -63,12 +94,9 @@ def test_another_process_with_the_number_of_one_that_is_gone_keeps_nothing_from_
         return processes[-1].pid
 
     monkeypatch.setattr(improving, "begun", begun)
-    monkeypatch.setattr(Run, "is_improved", lambda _: False)
-    args = argparse.Namespace(memory=None)
-    run = Run(job, tmp_path / "llmaas.toml", None, print)
     for _ in range(2):
-        found = improving.begin_improving(run, args)["pid"]
-        assert improving.begin_improving(run, args)["pid"] == found == processes[-1].pid
+        found = improving.begin_improving(run, ARGS)["pid"]
+        assert improving.begin_improving(run, ARGS)["pid"] == found == processes[-1].pid
         assert found != other.pid
         processes[-1].kill()
         processes[-1].wait()
