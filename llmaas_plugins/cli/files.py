@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -13,11 +14,24 @@ from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error
 from llmaas_plugins.files.json_text import parse_json
+from llmaas_plugins.files.store_lock import try_lock
 from llmaas_plugins.machine import room
 
-__all__ = ["check_room", "check_target", "content_of", "folder_beside", "json_lines"]
+__all__ = [
+    "TUNE_PREFIX",
+    "check_room",
+    "check_target",
+    "content_of",
+    "folder_beside",
+    "json_lines",
+    "locked_folder",
+    "remove_leftovers",
+]
 
 _MOST_BYTES = 1 << 30
+TUNE_PREFIX = ".tune-"
+"""Beginning of the names of the folders that `llmaas tune` makes beside stores, some with copies of
+chats."""
 
 
 def content_of(text: Path) -> bytes:
@@ -118,3 +132,35 @@ def folder_beside(path: Path, then: str = "") -> Iterator[Path]:
         folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
     with folder as name:
         yield Path(name)
+
+
+@contextlib.contextmanager
+def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Make a temporary folder; remove it at the end, and those that killed processes left.
+
+    The process holds a lock on its folder as long as it lives.
+
+    Args:
+        parent: Folder to make it in.
+        prefix: Beginning of its name.
+    """
+    remove_leftovers(parent, prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try_lock(fd)
+            yield Path(name)
+        finally:
+            os.close(fd)
+
+
+def remove_leftovers(parent: Path, prefix: str) -> None:
+    """Remove the temporary folders that killed processes left; empty ones may be just made."""
+    for folder in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is gone, or another user's
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if any(folder.iterdir()) and try_lock(fd):
+                    shutil.rmtree(folder)
+            finally:
+                os.close(fd)

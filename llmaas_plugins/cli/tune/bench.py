@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmaas_hooks import ConfigError
+from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.cli.models import trained_context
 from llmaas_plugins.cli.tune.figures import Pair
 from llmaas_plugins.cli.tune.worker import Followed, Led, Side, State, serve
 from llmaas_plugins.config import Config, PluginTable
 from llmaas_plugins.worker_process import WorkerProcess, worker_process
 
-__all__ = ["LEAST_ROUNDS", "MOST_ROUNDS", "Bench", "Engine", "Lengths", "Piece", "in_turn"]
+__all__ = [
+    "LEAST_ROUNDS",
+    "MOST_ROUNDS",
+    "Bench",
+    "Engine",
+    "Lengths",
+    "Piece",
+    "TimeIsUpError",
+    "in_turn",
+]
 
 _THEN = "Close other programs, or use a smaller model."
 _MOST_CTX = 1024
@@ -27,6 +37,10 @@ LEAST_ROUNDS, MOST_ROUNDS = 5, 12
 _N_PROBE, _N_ANSWER = 64, 8
 _PLANNED = 0.8
 """Share of the time for which rounds are planned; the rest is for loading and for surprises."""
+
+
+class TimeIsUpError(LlmaasError):
+    """The time for all parts is up."""
 
 
 class Lengths(NamedTuple):
@@ -46,12 +60,17 @@ class Piece(NamedTuple):
 class Engine:
     """An engine in a process of its own."""
 
-    def __init__(self, process: WorkerProcess) -> None:
-        """Take the process that serves it."""
-        self._process = process
+    def __init__(self, process: WorkerProcess, check_time: Callable[[], None]) -> None:
+        """Take the process that serves it, and what raises an error once the time is up."""
+        self._process, self._check_time = process, check_time
 
     def follow(self, led: Led) -> Followed:
-        """Read a prompt, and be led through its answer."""
+        """Read a prompt, and be led through its answer.
+
+        Raises:
+            TimeIsUpError: The time for all parts is up.
+        """
+        self._check_time()
         return self._asked("follow", led)
 
     def tokens(self, text: bytes, *, has_start: bool = False) -> list[int]:
@@ -79,7 +98,8 @@ class Bench:
         made: File that apps load in its place; the model itself if there is none.
         config: Configuration of the user.
         texts: Texts that chose nothing.
-        seconds: Time for the part.
+        seconds: Time for the part, which takes more if that gives no interval.
+        ends: Time at which the time for all parts is up.
         began: Time when the part began.
     """
 
@@ -88,6 +108,7 @@ class Bench:
     config: Config
     texts: tuple[bytes, ...]
     seconds: float
+    ends: float = math.inf
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -99,6 +120,15 @@ class Bench:
     def left_s(self) -> float:
         """Seconds that are left."""
         return self.seconds - (time.monotonic() - self.began)
+
+    def check_time(self) -> None:
+        """Check that something may still be measured.
+
+        Raises:
+            TimeIsUpError: The time for all parts is up.
+        """
+        if time.monotonic() >= self.ends:
+            raise TimeIsUpError("the time is up.")
 
     @contextmanager
     def vanilla(self, model: Path | None = None) -> Iterator[Engine]:
@@ -166,7 +196,7 @@ class Bench:
         return [Piece([*start, *part[:cut]], part[cut : cut + lengths.n_answer]) for part in parts]
 
     def rounds(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
-        """Yield numbered pieces until the time is over, but some in any case."""
+        """Yield numbered pieces until the part's time is over, but as many as give an interval."""
         for i, piece in enumerate(pieces):
             if i >= LEAST_ROUNDS and self.left_s <= 0:
                 return
@@ -174,9 +204,10 @@ class Bench:
 
     @contextmanager
     def _engine(self, name: str, side: Side) -> Iterator[Engine]:
+        self.check_time()
         with worker_process(f"{self.made.name} with {name}", serve, side, _THEN) as process:
             process.receive()
-            yield Engine(process)
+            yield Engine(process, self.check_time)
 
     def _tokens(self, engine: Engine) -> list[int]:
         return [token for text in self.texts for token in engine.tokens(text)]

@@ -67,7 +67,8 @@ def add_parser(subparsers: Any) -> None:
         type=positive,
         default=_MINUTES,
         metavar="N",
-        help="minutes for all measurements (default: %(default)g); small models need fewer",
+        help="minutes for all measurements (default: %(default)g), after which the rest is "
+        "left out; small models need fewer",
     )
     add("--fresh", action="store_true", help="measure again what is known")
     add("--dry-run", action="store_true", help="leave llmaas.toml as it is")
@@ -136,7 +137,11 @@ def _switch(
     args: argparse.Namespace, path: Path, outcomes: Mapping[str, Outcome]
 ) -> dict[str, bool]:
     """Switch the plugins, unless the run is dry; return those that change."""
-    choice = {name: outcome.verdict.state == "on" for name, outcome in outcomes.items()}
+    choice = {
+        name: outcome.verdict.state == "on"
+        for name, outcome in outcomes.items()
+        if outcome.verdict.state != "left out"
+    }
     before = switches(path.read_text("utf-8"))
     changes = {
         name: choice[name] for name in choice.keys() & before if choice[name] != before[name]

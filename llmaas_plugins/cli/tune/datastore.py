@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from llmaas_hooks import ConfigError, Tokens
 from llmaas_plugins.chats.exports import load_conversations
-from llmaas_plugins.cli.files import check_room
+from llmaas_plugins.cli.files import TUNE_PREFIX, check_room, locked_folder
 from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.tune.bench import LEAST_ROUNDS, Bench, Engine, Lengths, in_turn
 from llmaas_plugins.cli.tune.figures import Figures, case_of, figures_of
@@ -127,10 +126,11 @@ def _without(bench: Bench, directory: Path, ids: Sequence[bytes]) -> Iterator[Pa
         return
     n_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     check_room("tune", n_bytes, directory.parent)
-    with tempfile.TemporaryDirectory(prefix=".tune-", dir=directory.parent) as folder:
-        copy = Path(folder) / "knn"
+    with locked_folder(directory.parent, TUNE_PREFIX) as folder:
+        copy = folder / "knn"
         shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("inbox"))
         for action in (["forget", *(id_.hex() for id_ in ids)], ["select"]):
+            bench.check_time()
             done = completed(
                 ["datastore", *action, "--store", str(copy), "--config", str(bench.config.file)],
                 shows_errors=False,

@@ -15,7 +15,7 @@ from llmaas_plugins.cli.files import content_of
 from llmaas_plugins.cli.models import identified
 from llmaas_plugins.cli.output import duration_text, one_line
 from llmaas_plugins.cli.setup.steps import widths_of
-from llmaas_plugins.cli.tune.bench import Bench
+from llmaas_plugins.cli.tune.bench import Bench, TimeIsUpError
 from llmaas_plugins.cli.tune.datastore import datastore_path, measure_datastore
 from llmaas_plugins.cli.tune.figures import Figures
 from llmaas_plugins.cli.tune.levels import measure_deadlines, measure_levels
@@ -52,6 +52,10 @@ _MEASURES: Mapping[str, Callable[[Bench], Figures]] = {
     "deadlines": measure_deadlines,
     "flash_weights": measure_streaming,
 }
+_LEFT_OUT = Verdict(
+    state="left out",
+    reason="the time was up; the same command goes on with it, a larger --minutes gives it more",
+)
 _log = logging.getLogger("llmaas.cli")
 
 
@@ -100,7 +104,8 @@ def measured(
 ) -> dict[str, Outcome]:
     """Measure the parts that are not known yet, each within its share of the time that is left.
 
-    A part that fails does not keep the others from being measured.
+    A part that fails does not keep the others from being measured. When the time for all parts is
+    up, the one that is measured is left out, and so are those after it.
 
     Args:
         plan: Model, texts and time.
@@ -120,10 +125,12 @@ def measured(
             break
         key = _key(plan, name, passed)
         found: Kept | Verdict | None = None if is_fresh else record.get(name, key)
+        if any(verdicts.get(one) == _LEFT_OUT for one in _NEEDS.get(name, ())):
+            found = _LEFT_OUT
         if found is None:
             seconds = share_of(name, names[number - 1 :], ends - time.monotonic())
             say(f"part {number} of {len(names)}: {_WHAT[name]}, {_at_most(seconds)}")
-            found = _tried(plan, name, passed, key, seconds)
+            found = _tried(plan, name, passed, key, (seconds, ends))
         if isinstance(found, Verdict):
             outcomes[name] = Outcome(found)
             continue
@@ -142,12 +149,14 @@ def share_of(name: str, left: Sequence[str], seconds: float) -> float:
 
 
 def _tried(
-    plan: Plan, name: str, passed: Sequence[str], key: str, seconds: float
+    plan: Plan, name: str, passed: Sequence[str], key: str, time_s: tuple[float, float]
 ) -> Kept | Verdict:
-    """Measure a part; return the verdict if it fails."""
-    bench = Bench(plan.model, plan.made, plan.config, plan.texts, seconds)
+    """Measure a part; return the verdict if it fails, or if there is no time for it."""
+    bench = Bench(plan.model, plan.made, plan.config, plan.texts, *time_s)
     try:
         figures = _figures(plan, name, passed, bench)
+    except TimeIsUpError:
+        return _LEFT_OUT
     except Exception as error:
         _log.debug("%s failed", name, exc_info=error)
         kind = "" if isinstance(error, LlmaasError) else f"{type(error).__name__}: "
@@ -164,8 +173,8 @@ def _figures(plan: Plan, name: str, passed: Sequence[str], bench: Bench) -> Figu
 
 
 def _at_most(seconds: float) -> str:
-    if seconds < 1:
-        return "with as few pairs as possible, because the time is up"
+    if seconds <= 0:
+        return "left out, because the time is up"
     return f"at most about {duration_text(seconds)}"
 
 

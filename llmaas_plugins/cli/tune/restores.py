@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmaas_plugins.cli.files import TUNE_PREFIX, locked_folder
 from llmaas_plugins.cli.tune.bench import LEAST_ROUNDS, Bench, Engine, in_turn
 from llmaas_plugins.cli.tune.figures import Case, Figures, case_of, figures_of
 from llmaas_plugins.cli.tune.worker import Led, State
@@ -72,8 +72,8 @@ def own_folder(bench: Bench) -> Iterator[Path]:
     """Make a folder on the disk of the configured store, which the store itself never sees."""
     parent = _settings(bench).store.expanduser().parent
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tune-", dir=parent) as folder:
-        yield Path(folder)
+    with locked_folder(parent, TUNE_PREFIX) as folder:
+        yield folder
 
 
 # -- inside --------------------------------------------------------------------------------------

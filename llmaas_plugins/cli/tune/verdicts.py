@@ -28,18 +28,19 @@ class Verdict(BaseModel):
 
     Attributes:
         state: Whether it is switched on; off too if it could not be measured, or broke a promise.
+            A plugin for which there was no time stays as it is.
         reason: The reason, in words.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    state: Literal["on", "off", "failed", "broken"]
+    state: Literal["on", "off", "failed", "broken", "left out"]
     reason: str
 
     @property
     def is_passed(self) -> bool:
         """Whether nothing went wrong."""
-        return self.state in {"on", "off"}
+        return self.state in {"on", "off", "left out"}
 
 
 def verdict_on(plugin: str, figures: Figures, others: Mapping[str, Verdict]) -> Verdict:

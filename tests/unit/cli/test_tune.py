@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 import tomllib
 
 import numpy as np
@@ -17,8 +19,10 @@ from llmaas_plugins.cli.setup.config_text import (
     write_switches,
 )
 from llmaas_plugins.cli.switches import switched, switches
+from llmaas_plugins.cli.tune import parts
+from llmaas_plugins.cli.tune.bench import Engine
 from llmaas_plugins.cli.tune.figures import Case, Figures, Pair, case_of
-from llmaas_plugins.cli.tune.parts import parts_of, share_of
+from llmaas_plugins.cli.tune.parts import Plan, parts_of, share_of
 from llmaas_plugins.cli.tune.record import Kept, Record, key_of, record_path
 from llmaas_plugins.cli.tune.verdicts import Verdict, verdict_on
 from llmaas_plugins.cli.tune.worker import Followed
@@ -137,6 +141,41 @@ def test_time_that_a_part_leaves_goes_to_the_others():
     assert share_of("elastic", names[1:], 600) > share_of("elastic", names[1:], 600 - first)
     assert share_of("together", names[2:], 100) == 100
     assert share_of("together", names[2:], -5) == 0
+
+
+class SlowProcess:
+    """Process whose engine takes a while for each request."""
+
+    def ask(self, request):
+        time.sleep(0.02)
+
+
+def test_what_there_is_no_time_for_is_left_out(tmp_path, monkeypatch):
+    model = reference_model_path()
+    tables = {"kv_chunks": {}, "elastic": {}, "deadlines": {}}
+    plan = Plan(model, model, load_config({"plugins": tables}), (b"",), (), 0.3 / 60)
+    n_asked = {"kv_chunks": 3, "elastic": 1000}
+
+    def measure(name, bench):
+        for _ in range(n_asked[name]):
+            Engine(SlowProcess(), bench.check_time).follow(None)
+        return Figures(unserved="nothing to serve")
+
+    for name in n_asked:
+        monkeypatch.setitem(parts._MEASURES, name, functools.partial(measure, name))
+    began, said = time.monotonic(), []
+    record = Record(tmp_path / "r", model)
+    found = parts.measured(plan, record, said.append, is_fresh=False)
+    assert time.monotonic() - began < 10  # a thousand requests take longer
+    states = {name: outcome.verdict.state for name, outcome in found.items()}
+    assert states == {"kv_chunks": "off", "elastic": "left out", "deadlines": "left out"}
+    assert found["elastic"].verdict.is_passed
+    assert all("part 3" not in line or "left out" in line for line in said)
+
+    n_asked["elastic"] = 1  # the same command goes on
+    found = parts.measured(plan, record, said.append, is_fresh=False)
+    assert found["elastic"].verdict.state == "off"
+    assert not any("part 1" in line for line in said[2:])
 
 
 def test_parts_are_those_of_the_configuration():
