@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,15 @@ from llmaas_plugins.cli.datastore.reports import (
     stats_text,
 )
 from llmaas_plugins.cli.datastore.settings import datastore_directory
+from llmaas_plugins.cli.files import TUNE_PREFIX, remove_leftovers
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.output import counted, print_report, printable, size_text
 from llmaas_plugins.cli.store_actions import add_action
 
 if TYPE_CHECKING:
+    from llmaas_plugins.chats.exports import Conversation
     from llmaas_plugins.knn_lm.archive.archive import Archive
+    from llmaas_plugins.knn_lm.archive.conversation_info import ConversationInfo
 
 __all__ = ["add_parser"]
 
@@ -67,6 +71,11 @@ def add_parser(subparsers: Any) -> None:
         "conversations", nargs="*", default=[], metavar="ID", help="ids, or their beginnings"
     )
     which.add_argument("--app", metavar="NAME", help="every conversation of this app")
+    which.add_argument(
+        "--no-app",
+        action="store_true",
+        help="every conversation that names no app, such as those of ChatGPT's export",
+    )
     which.add_argument("--all", action="store_true", help="everything, including damaged files")
 
 
@@ -116,12 +125,13 @@ def forget(args: argparse.Namespace) -> int:
 
     directory = datastore_directory(args)
     with stoppable("repeat the command to forget the rest"):
+        remove_leftovers(directory.parent, TUNE_PREFIX)  # copies of a `llmaas tune` that was killed
         if args.all:
             gone = forget_all(directory)
         else:
             with Archive.open(directory, writable=True) as archive:
-                gone = forget_conversations(archive, _chosen(args, archive), args.app)
-                if args.app is not None and not gone.n_conversations:
+                gone = forget_conversations(archive, _chosen(args, archive), _is_wanted(args))
+                if (args.app is not None or args.no_app) and not gone.n_conversations:
                     raise _no_such_app(args.app, archive)
     text = (
         f"{counted(gone.n_conversations, 'conversation')} and "
@@ -135,10 +145,20 @@ def forget(args: argparse.Namespace) -> int:
 # -- internals -----------------------------------------------------------------------------------
 
 
-def _no_such_app(app: str, archive: Archive) -> StoreError:
-    apps = ", ".join(sorted({printable(row.app) for row in archive.conversations()}))
+def _is_wanted(args: argparse.Namespace) -> Callable[[Conversation | ConversationInfo], bool]:
+    """Return a function that tells whether the conversations of an app, or of none, have one."""
+    if args.no_app:
+        return lambda one: one.is_shared
+    return lambda one: one.app == args.app and not one.is_shared
+
+
+def _no_such_app(app: str | None, archive: Archive) -> StoreError:
+    rows = archive.conversations()
+    apps = ", ".join(sorted({printable(row.app) for row in rows if not row.is_shared}))
+    what = "that names no app" if app is None else f"of app {app!r}"
+    others = " `--no-app` forgets those that name none." if any(r.is_shared for r in rows) else ""
     return StoreError(
-        f"no conversation of app {app!r}; nothing was changed. Known apps: {apps or 'none'}."
+        f"no conversation {what}; nothing was changed. Known apps: {apps or 'none'}.{others}"
     )
 
 
@@ -150,8 +170,8 @@ def _chosen(args: argparse.Namespace, archive: Archive) -> list[bytes]:
     """
     from llmaas_plugins.knn_lm.datastore.summary import read_summary
 
-    if args.app is not None:
-        ids = [row.id for row in archive.conversations() if row.app == args.app]
+    if args.app is not None or args.no_app:
+        ids = [row.id for row in archive.conversations() if _is_wanted(args)(row)]
     else:
         selected = read_summary(archive.directory)
         known = [id_.hex() for id_ in archive.ids()]

@@ -40,7 +40,7 @@ _N_BEFORE = 6
 def stats_report(archive: Archive, holder: str | None) -> dict[str, Any]:
     """Summarize an archive's contents."""
     rows, binding = archive.conversations(), archive.binding
-    apps = Counter(row.app for row in rows)
+    apps = Counter(row.app for row in rows if not row.is_shared)
     return {
         "store": str(archive.directory),
         "holder": holder,
@@ -49,6 +49,7 @@ def stats_report(archive: Archive, holder: str | None) -> dict[str, Any]:
         "n_embd": binding.n_embd if binding else None,
         "conversations": len(rows),
         "apps": dict(apps.most_common()),
+        "without_app": sum(row.is_shared for row in rows),
         "sources": sorted({row.source for row in rows}),
         "oldest": _date(min(row.added for row in rows)) if rows else None,
         "newest": _date(max(row.added for row in rows)) if rows else None,
@@ -72,12 +73,13 @@ def selected_report(selected: DatastoreSummary) -> dict[str, Any]:
 def stats_text(found: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a ``stats_report`` with its ``selected`` entry."""
     yield found["store"]
-    apps = ", ".join(f"{printable(app)}: {n}" for app, n in found["apps"].items())
+    apps = [f"{printable(app)}: {n}" for app, n in found["apps"].items()]
+    apps += [f"none: {found['without_app']}"] if found["without_app"] else []
     rows = {
         "in use by": found["holder"] or "nobody",
         "model": _model_text(found),
         "conversations": f"{found['conversations']:,}",
-        "  by app": apps or "-",
+        "  by app": ", ".join(apps) or "-",
         "  from": ", ".join(map(printable, found["sources"])) or "-",
         "  added": f"{found['oldest']} to {found['newest']}" if found["oldest"] else "-",
         "tokens": f"{found['tokens']:,}",
@@ -114,7 +116,7 @@ def conversation_row(row: ConversationInfo, selected: DatastoreSummary | None) -
     return {
         "id": row.id,
         "title": row.title,
-        "app": row.app,
+        "app": None if row.is_shared else row.app,
         "source": row.source,
         "added": _date(row.added),
         "messages": row.n_messages,
@@ -142,8 +144,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     title = printable(row["title"])
     title = title if len(title) <= _TITLE else title[: _TITLE - 1] + "…"
     return (
-        row["id"][:_ID_DIGITS], row["added"][:10], printable(row["app"]), printable(row["source"]),
-        f"{row['pairs']:,}", f"{row['selected']:,}", title,
+        row["id"][:_ID_DIGITS], row["added"][:10], printable(row["app"] or "-"),
+        printable(row["source"]), f"{row['pairs']:,}", f"{row['selected']:,}", title,
     )  # fmt: skip
 
 

@@ -177,9 +177,14 @@ class RecordHeader:
 
 
 def conversation_id(conversation: Conversation) -> bytes:
-    """Return the 16-byte id of a conversation, derived from its app, title and messages."""
+    """Return the 16-byte id of a conversation, derived from its app, title and messages.
+
+    An app may have the name that stands for none.
+    """
     messages = [(message.role, message.content) for message in conversation.messages]
-    text = json.dumps([conversation.app, conversation.title, messages])
+    is_own = not conversation.is_shared and conversation.app == NO_APP
+    owner = [conversation.app] if is_own else conversation.app
+    text = json.dumps([owner, conversation.title, messages])
     return hashlib.blake2b(text.encode(), digest_size=ID_BYTES).digest()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,9 @@ class ForgetResult:
 
 
 def forget_conversations(
-    archive: Archive, ids: Collection[bytes], app: str | None = None
+    archive: Archive,
+    ids: Collection[bytes],
+    is_waiting_gone: Callable[[Conversation], bool] = lambda _: False,
 ) -> ForgetResult:
     """Erase conversations from the archive, the selected datastore and the inbox.
 
@@ -62,7 +64,8 @@ def forget_conversations(
     Args:
         archive: Archive that is open for writing.
         ids: Ids of the conversations; unknown ids are ignored.
-        app: App whose waiting conversations are all erased, too.
+        is_waiting_gone: Whether a conversation that waits to be learned is erased, too, whatever
+            its id is.
 
     Raises:
         StoreError: The disk failed, or the selected datastore is damaged.
@@ -75,7 +78,7 @@ def forget_conversations(
     waiting: set[bytes] = set()
 
     def is_gone(one: Conversation) -> bool:
-        if one.app == app or conversation_id(one) in ids:
+        if is_waiting_gone(one) or conversation_id(one) in ids:
             waiting.add(conversation_id(one))
             return True
         return False

@@ -12,7 +12,7 @@ from archived import BINDING, assert_holds, fill, record, record_id, select
 from commands import error_of
 from damages import files, overwrite
 
-from llmaas_plugins.chats.exports import Message, load_conversations
+from llmaas_plugins.chats.exports import NO_APP, Message, load_conversations
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.output import counted
 from llmaas_plugins.knn_lm.archive.archive import Archive
@@ -75,6 +75,7 @@ def test_stats(run, store):
         "n_embd": 24,
         "conversations": 3,
         "apps": {"mail": 2, "notes": 1},
+        "without_app": 0,
         "sources": ["export.json"],
         "oldest": "2023-11-14T22:13:21+00:00",
         "newest": "2023-11-14T22:13:23+00:00",
@@ -285,6 +286,33 @@ def test_app_can_be_forgotten(run, store):
     assert "no conversation of app 'mail'; nothing was changed. Known apps: notes." in message
 
 
+def test_an_app_may_have_the_name_that_stands_for_none(run, store):
+    own = record(1, app=NO_APP)
+    nobodys = replace(own, conversation=replace(own.conversation, is_shared=True))
+    assert record_id(own) != record_id(nobodys)
+    fill(store, [nobodys])
+    code, message = run("forget", "--app", NO_APP)
+    assert code == 2
+    assert "Known apps: mail, notes. `--no-app` forgets those that name none." in message
+    fill(store, [own])
+    found = run("stats")[1]
+    assert (found["apps"][NO_APP], found["without_app"]) == (1, 1)
+    assert "mail: 2, notes: 1, chat: 1, none: 1\n" in run("stats", form=None)[1]
+    assert [row["app"] for row in run("inspect")[1]["conversations"]][3:] == [None, NO_APP]
+    assert run("inspect", form=None)[1].splitlines()[4].split()[2] == "-"
+    said = own.conversation.messages
+    for app in (NO_APP, None):
+        remember(store, said, title="waits", app=app)
+    assert run("forget", "--app", NO_APP)[1]["n_conversations"] == 2
+    (left,) = waiting_files(store)
+    assert load_conversations(left)[0].is_shared
+    with Archive.open(store, BINDING) as archive:
+        assert_holds(archive, [*RECORDS, nobodys])
+    assert run("forget", "--no-app")[1]["n_conversations"] == 2
+    code, message = run("forget", "--no-app")
+    assert "no conversation that names no app; nothing was changed. Known apps: mail" in message
+
+
 def test_everything_can_be_forgotten(run, store):
     n_bytes = sum(map(len, files(store).values()))
     code, found = run("forget", "--all")
@@ -356,7 +384,14 @@ def test_nothing_is_forgotten_while_another_writes(run, store):
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["ab", "--all"], ["ab", "--app", "x"], ["--app", "x", "--all"]]
+    "args",
+    [
+        [],
+        ["ab", "--all"],
+        ["ab", "--app", "x"],
+        ["--app", "x", "--all"],
+        ["--app", "x", "--no-app"],
+    ],
 )
 def test_forget_wants_ids_or_an_app_or_all(run, args):
     with pytest.raises(SystemExit) as caught:
