@@ -51,6 +51,11 @@ _NAME_BYTES = 255
 
 _ENDINGS = (".json", ".jsonl")
 _OWN = re.compile(r"\d{20}-[0-9a-f]{8}\.jsonl")
+_MOST_FILES, _MOST_BYTES = 4096, 64 << 20
+"""Most remembered conversations that wait, and most bytes of them together, unless one has more.
+
+Nothing is learned from them while `learn` is off, so they would fill the disk.
+"""
 _COPYING_S = 5.0
 """Seconds without a change after which a file counts as complete unless it is open for writing."""
 _STALLED_S = 3600.0
@@ -82,6 +87,9 @@ def remember(
 ) -> Path:
     """Queue a conversation with a cloud model to be learned when the device is idle.
 
+    At most 4,096 conversations of 64 MiB together wait. Then further ones are refused; what waits
+    already stays, and so do files that others put there, which do not count.
+
     Args:
         store: Directory of the datastore, ``plugins.knn_lm.store``.
         messages: Messages of the conversation, in order.
@@ -93,7 +101,7 @@ def remember(
 
     Raises:
         ConfigError: There are no messages.
-        StoreError: The file cannot be written.
+        StoreError: The file cannot be written, or too many conversations wait.
     """
     if not messages:
         raise ConfigError("a conversation without messages cannot be remembered")
@@ -101,6 +109,7 @@ def remember(
     FILES.directory(store)
     directory = store / INBOX
     directory.mkdir(mode=0o700, exist_ok=True)
+    _check_room(directory)
     title = title or time.strftime("%Y-%m-%d %H:%M")
     one = Conversation(title, app or NO_APP, tuple(messages), is_shared=app is None)
     return _write(directory, [_row(one)])
@@ -144,6 +153,17 @@ def _require_complete(path: Path, before: FileState | None) -> None:
         raise StoreError(
             f"{path} is being written by another process. Wait until it is complete, then forget "
             "again."
+        )
+
+
+def _check_room(directory: Path) -> None:
+    own = [path for path in directory.iterdir() if _OWN.fullmatch(path.name)]
+    sizes = [state.n_bytes for path in own if (state := FileState.of(path)) is not None]
+    if len(sizes) >= _MOST_FILES or sum(sizes) >= _MOST_BYTES:
+        raise StoreError(
+            f"{len(sizes)} conversations of {sum(sizes) >> 20} MiB wait in {directory}, the "
+            f"limit is {_MOST_FILES} of {_MOST_BYTES >> 20} MiB. Set learn = true in "
+            "[plugins.knn_lm] to learn them, or remove them there."
         )
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from archived import BINDING, assert_holds, fill, record, record_id, select
 
+from llmaas_hooks import StoreError
 from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.cli.interrupts import Stopped
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import EVIDENCE, SELECTED
+from llmaas_plugins.knn_lm.build import inbox
 from llmaas_plugins.knn_lm.build.inbox import remember, waiting_files
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore.summary import read_summary
@@ -124,6 +126,18 @@ def test_killed_while_a_chat_was_being_remembered(store, tmp_path):
     for left in copies:
         assert forget(left) == 0
         assert not found_in(left, one)
+
+
+@pytest.mark.parametrize(("limit", "most"), [("_MOST_FILES", 2), ("_MOST_BYTES", 300)])
+def test_only_so_many_remembered_chats_wait(tmp_path, monkeypatch, limit, most):
+    monkeypatch.setattr(inbox, limit, most)
+    said = record(1).conversation.messages
+    waiting = [remember(tmp_path, said) for _ in range(2)]
+    (tmp_path / "inbox" / "mine.json").write_text(" " * 400)  # the user's own does not count
+    with pytest.raises(StoreError, match=r"2 conversations of 0 MiB wait in .* Set learn = true"):
+        remember(tmp_path, said)
+    waiting.pop().unlink()
+    remember(tmp_path, said)
 
 
 def test_gains_that_a_process_writes_meanwhile_are_erased(store, monkeypatch):
