@@ -333,7 +333,7 @@ class KVChunks:
             return self._transfers[engine]
 
     def _make_transfer(self, engine: Engine, values: Mapping[str, Any]) -> Transfer:
-        @functools.cache
+        @functools.lru_cache(1024)
         def root(app: str | None) -> bytes:
             """Return an app's root. Apps share one only if allowed: times reveal what is stored."""
             is_shared = app is None or self._config.share_across_apps

@@ -8,7 +8,7 @@ dropped, and its tokens are evaluated again.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -31,6 +31,9 @@ from llmaas_plugins.kv_chunks.store.tree import ABSENT, Chunk, ChunkTree, Prefix
 from llmaas_plugins.signals import signals_wait
 
 __all__ = ["ChunkStore", "StoredContext"]
+
+_MOST_LAYOUTS = 1024
+"""Most layouts in memory; each app has its own, and the clients of a service name the apps."""
 
 
 class StoredContext(NamedTuple):
@@ -91,7 +94,7 @@ class ChunkStore(forks.Forked):
             raise
         self.space = RamSpace(self._residency, self._writer)
         self.reader = ChunkReader(self._residency, self.space)
-        self._layouts: dict[bytes, str] = {}
+        self._layouts: OrderedDict[bytes, str] = OrderedDict()
         self._reuse = ReuseCurve()
         forks.watch(self)
 
@@ -141,14 +144,19 @@ class ChunkStore(forks.Forked):
         if root not in self._layouts and self._writer is not None:
             found = self._writer.layout(root)
             if found is not None:
-                self._layouts[root] = found
+                self._keep_layout(root, found)
         return self._layouts.get(root)
 
     def set_layout(self, root: bytes, layout: str) -> None:
         """Store the layout of the cells under ``root``."""
-        self._layouts[root] = layout
+        self._keep_layout(root, layout)
         with self._residency.changing():  # committed together with the chunks that use it
             self._residency.update.layouts[root] = layout
+
+    def _keep_layout(self, root: bytes, layout: str) -> None:
+        self._layouts[root] = layout
+        while len(self._layouts) > _MOST_LAYOUTS:
+            self._layouts.popitem(last=False)
 
     # -- claim ----------------------------------------------------------------------------------
 

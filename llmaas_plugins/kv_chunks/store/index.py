@@ -45,6 +45,8 @@ OR length(tokens) NOT BETWEEN {TOKEN_BYTES} AND {CHUNK_TOKENS * TOKEN_BYTES}
 _ERASING = 0x6C6C6D65
 """SQLite application id that marks an unfinished deletion: files may hold deleted contexts."""
 _MAX_LAYOUT_BYTES = 1 << 20
+_MOST_LAYOUTS = 1024
+"""Most layouts, unless more of them belong to chunks; clients of a service choose the roots."""
 
 
 class ChunkRow(NamedTuple):
@@ -233,7 +235,12 @@ class ChunkIndex:
 
     def layout(self, root: bytes) -> str | None:
         """Return the layout of the cells under ``root``, as JSON, or None."""
-        return self.layouts().get(root)
+        found = self._db.execute(
+            "SELECT CAST(layout AS BLOB) FROM geometry "
+            "WHERE root = ? AND length(CAST(layout AS BLOB)) <= ?",
+            (root, _MAX_LAYOUT_BYTES),
+        ).fetchone()
+        return None if found is None else found[0].decode(errors="replace")
 
     def layouts(self) -> dict[bytes, str]:
         """Return the layout of the cells under each root, as JSON."""
@@ -264,6 +271,8 @@ class ChunkIndex:
                 "UPDATE chunks SET used=? WHERE key=?",
                 ((tick + 1 + i, key) for i, key in enumerate(update.used)),
             )
+            if update.layouts:
+                self._drop_unused_layouts()
             db.executemany("INSERT OR REPLACE INTO geometry VALUES (?, ?)", update.layouts.items())
             for day, n_bytes in update.writes.items():
                 db.execute("DELETE FROM writes WHERE day < ?", (day,))
@@ -278,6 +287,12 @@ class ChunkIndex:
             if db.in_transaction:  # BEGIN may fail, and SQLite ends it after some errors
                 db.execute("ROLLBACK")
             raise
+
+    def _drop_unused_layouts(self) -> None:
+        """Delete the layouts of roots without chunks, if there are many layouts."""
+        (n_layouts,) = self._db.execute("SELECT count(*) FROM geometry").fetchone()
+        if n_layouts >= _MOST_LAYOUTS:
+            self._db.execute("DELETE FROM geometry WHERE root NOT IN (SELECT parent FROM chunks)")
 
     def is_erasing(self) -> bool:
         """Return whether a deletion was begun and not confirmed by ``end_erasing``."""

@@ -7,6 +7,7 @@ import sqlite3
 import numpy as np
 import pytest
 
+from llmaas_plugins.kv_chunks.store import index as index_module
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.index import ChunkIndex, ChunkRow, IndexUpdate
 from llmaas_plugins.kv_chunks.store.store_format import FORMAT
@@ -62,6 +63,15 @@ def test_everything_comes_back(index, path):
     assert again.layout(ROOT) == '{"n_layer": 2}'
     assert again.layout(b"other") is None
     again.close()
+
+
+def test_layouts_without_chunks_go_if_there_are_many(index, monkeypatch):
+    monkeypatch.setattr(index_module, "_MOST_LAYOUTS", 3)
+    index.apply(IndexUpdate(added(*rows(1)), layouts={ROOT: "kept"}))
+    for name in (b"a", b"b", b"c"):  # roots of apps, which clients may name
+        index.apply(IndexUpdate(layouts={name * 32: "unused"}))
+    assert set(index.layouts()) == {ROOT, b"c" * 32}
+    assert index.layout(ROOT) == "kept"
 
 
 def test_new_index_is_empty(index):

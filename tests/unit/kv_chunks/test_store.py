@@ -8,6 +8,7 @@ import pytest
 from page_stores import BOUND, GEOM, ROOT, load, put, save, text
 from stored_chunks import payload
 
+from llmaas_plugins.kv_chunks.store import chunk_store
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.extents import PAGE
 
@@ -40,6 +41,17 @@ def test_chunks_come_back_from_disk(open_store):
     assert stats["read_bytes"] == sum(chunk.size for chunk in store.tree)
     assert load(store, tokens) == 70
     assert store.stats()["ram_hits"] == 5
+
+
+def test_memory_has_only_so_many_layouts(open_store, monkeypatch):
+    monkeypatch.setattr(chunk_store, "_MOST_LAYOUTS", 2)
+    store = open_store(ram=8, disk=20)
+    roots = [bytes([i]) * 32 for i in range(4)]
+    for root in roots:
+        store.set_layout(root, "{}")
+    assert [*store._layouts] == roots[2:]
+    store.flush()
+    assert store.layout(roots[0]) == "{}"  # from disk
 
 
 def test_the_tiers_of_a_contexts_tokens(open_store):
