@@ -32,10 +32,17 @@ _BODIES: dict[str, type[BaseModel]] = {
     "completion": CreateCompletionRequest,
     "embedding": CreateEmbeddingRequest,
 }
+_NEEDED = {"chat": "messages", "completion": "prompt", "embedding": "input"}
+"""Fields without which a body is a mistake. llama_cpp would answer an empty prompt.
+
+Unknown fields are ignored, as in llama_cpp: clients of OpenAI's API send many.
+"""
 _MOST_GRAMMAR_BYTES = 64 << 10
 MOST_STOPS, LONGEST_STOP = 64, 1024
 _MOST_BIASES = 1024
 _MOST_DIGITS = 10
+_MOST_FIELDS, _MOST_SHOWN = 12, 40
+"""Most fields of a body that an error names, and most characters of each."""
 _MOST_TOKENS = 16_384
 """Most tokens to turn into text: llama_cpp copies the whole text once for each token."""
 _MOST_LOGPROBS = 100
@@ -76,6 +83,7 @@ def check_body(route: str, body: bytes) -> Checked:
         Refusal: The route cannot handle the body.
     """
     values = parsed(body)
+    _check_needed(route, values)
     if isinstance(prompt := values.get("prompt"), list) and len(prompt) > 1:
         kind = "token ids; send text" if isinstance(prompt[0], int) else "prompts"
         raise _mistake(f"prompt: expected one prompt, found {len(prompt)} {kind}")
@@ -104,6 +112,13 @@ def check_body(route: str, body: bytes) -> Checked:
             raise one.mistake(f"it has {n_bytes} bytes, the limit is {_MOST_GRAMMAR_BYTES}")
     levels = _asked("level", values.get("level"), levels_of, check_levels)
     return Checked(levels.over(share), promise, wanted)
+
+
+def _check_needed(route: str, values: dict[str, Any]) -> None:
+    """Refuse a body without the field that a request is about, which may be misspelled."""
+    if (name := _NEEDED.get(route)) is not None and name not in values:
+        found = ", ".join(repr(one[:_MOST_SHOWN]) for one in [*values][:_MOST_FIELDS]) or "none"
+        raise _mistake(f"{name}: expected this field, found {found}")
 
 
 def _asked(

@@ -46,6 +46,25 @@ def test_fields_of_openai_routes(route, name, number):
     check_body(route, json.dumps(BODIES[route]).encode())
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "message"),
+    [
+        ("completion", {"model": "x", "prmpt": "Hi"}, "prompt: .* found 'model', 'prmpt'"),
+        ("chat", {"mesages": []}, "messages: expected this field, found 'mesages'"),
+        ("chat", {}, "messages: expected this field, found none"),
+        ("embedding", {"x" * 99: 1}, "input: expected this field, found 'x{40}'"),
+    ],
+)
+def test_a_field_that_a_request_is_about_is_missed(route, body, message):
+    with pytest.raises(Refusal, match=message):
+        check_body(route, json.dumps(body).encode())
+
+
+def test_other_fields_that_nobody_knows_are_ignored():
+    """Clients of OpenAI's API send many, such as ``stream_options`` and ``store``."""
+    check_body("chat", json.dumps(BODIES["chat"] | {"store": False, "chat_id": "1"}).encode())
+
+
 @pytest.mark.parametrize("name", list(numeric(CallBody)))
 @pytest.mark.parametrize("number", ABSURD)
 def test_fields_of_our_own_routes(name, number):
