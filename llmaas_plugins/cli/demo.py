@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import check_target
+from llmaas_plugins.cli.models import check_file
 from llmaas_plugins.cli.options import add_config_option, at_least, positive
 from llmaas_plugins.cli.switching import add_switching
 from llmaas_plugins.machine import usable_processors
@@ -99,8 +99,8 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, *, to_stdout: bool) -> None:
-    if args.model is not None and not args.model.is_file():
-        raise ConfigError(f"no such model: {args.model}")
+    if args.model is not None:
+        check_file(args.model)
     if args.json is not None and not to_stdout:
         check_target(args.json, "--json")
     if args.plot is not None:

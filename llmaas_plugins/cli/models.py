@@ -21,7 +21,6 @@ __all__ = [
     "add_model_action",
     "as_loaded",
     "check_file",
-    "check_no_folder",
     "evaluator_of",
     "identified",
     "opening",
@@ -86,19 +85,10 @@ def check_file(model: Path) -> None:
     Raises:
         ConfigError: Nothing has this path, or a folder or a device.
     """
-    check_no_folder(model)
-    if not model.is_file():
-        raise ConfigError(f"found no file {model}; expected a model in GGUF.")
-
-
-def check_no_folder(model: Path) -> None:
-    """Check that a model is no folder.
-
-    Raises:
-        ConfigError: It is one.
-    """
     if model.is_dir():
         raise ConfigError(f"{model} is a folder, expected a model in GGUF: name the file in it.")
+    if not model.is_file():
+        raise ConfigError(f"found no file {model}; expected a model in GGUF.")
 
 
 def identified(model: Path) -> str:
@@ -158,8 +148,8 @@ def trained_context(model: Path) -> int | None:
     Raises:
         ConfigError: The file is not a GGUF file.
     """
-    from llmaas_plugins.model.gguf_header import read_header
+    from llmaas_plugins.model.gguf_header import read_outline
 
-    fields = read_header(model).fields
+    fields = read_outline(model).fields
     found = fields.get(f"{fields.get('general.architecture')}.context_length")
     return found if isinstance(found, int) and found > 0 else None

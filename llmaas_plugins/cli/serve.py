@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from socket import socket
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import suggest
 from llmaas_plugins.cli.doctor.resources import say_problems
-from llmaas_plugins.cli.models import check_no_folder
+from llmaas_plugins.cli.models import check_file, trained_context
 from llmaas_plugins.cli.options import add_config_option, unrecognized
+from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.config import (
     CloudConfig,
     Config,
@@ -26,6 +28,7 @@ from llmaas_plugins.config import (
     load_config,
     validated,
 )
+from llmaas_plugins.machine import total_bytes
 
 if TYPE_CHECKING:
     from llmaas_plugins.server.admission import Admission
@@ -234,19 +237,44 @@ def _settings(args: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
             "kv_chunks keeps prompts, separately for each app."
         )
     if model.hf_model_repo_id is None:
-        _check_file(Path(model.model))
+        check_file(Path(model.model))
     for name in ("host", "port", "ssl_certfile", "ssl_keyfile"):
         if args.uds is not None and getattr(values, name) is not None:
             raise ConfigError(f"--{name} has no effect with --uds; leave one of them out")
     check_model_options(model)
+    _check_context(model)
     return server, model
 
 
-def _check_file(model: Path) -> None:
-    """Refuse a model that is no file."""
-    check_no_folder(model)
-    if not model.is_file():
-        raise ConfigError(f"no such model: {model}")
+def _check_context(model: Any) -> None:
+    """Refuse a context whose cells need more than all of the machine's memory.
+
+    One that is longer than the model's training is served, because RoPE may be scaled for it.
+
+    Raises:
+        ConfigError: The context is too long, or the model is not a GGUF file.
+    """
+    from llama_cpp import llama_cpp
+
+    from llmaas_plugins.model.cell_sizes import cell_bytes, values_in_cells
+    from llmaas_plugins.model.gguf_header import read_outline
+
+    is_on_gpu = model.n_gpu_layers and model.offload_kqv and llama_cpp.llama_supports_gpu_offload()
+    if is_on_gpu or model.hf_model_repo_id is not None:
+        return  # the cells are in other memory, or nobody knows yet how large they are
+    path, has = Path(model.model), total_bytes()
+    trained = trained_context(path) or 0
+    n_ctx, f16 = model.n_ctx or trained, llama_cpp.GGML_TYPE_F16
+    kinds = {name: getattr(model, name) for name in ("type_k", "type_v")}
+    cell = cell_bytes(SimpleNamespace(**{k: f16 if v is None else v for k, v in kinds.items()}))
+    needs = int(n_ctx * cell / 2 * values_in_cells(read_outline(path).shapes))
+    if needs > has:
+        raise ConfigError(
+            f"--n_ctx {model.n_ctx}: the cells of {n_ctx:,} tokens need {size_text(needs)}, and "
+            f"this machine has {size_text(has)} of memory; expected at most "
+            f"{int(n_ctx * has / needs):,}. The model was trained with {trained:,}. "
+            "--type_k 8 and --type_v 8 make cells half as large."
+        )
 
 
 def _check_number(name: str, value: object) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.files import check_target
+from llmaas_plugins.cli.models import check_file
 from llmaas_plugins.cli.options import at_least, positive
 
 __all__ = ["add_switching"]
@@ -73,8 +74,8 @@ def switching(args: argparse.Namespace) -> int:
     from llmaas_plugins.demo.run import DemoOptions, run_demo
     from llmaas_plugins.reference_model import reference_model_path
 
-    if args.model is not None and not args.model.is_file():
-        raise ConfigError(f"no such model: {args.model}")
+    if args.model is not None:
+        check_file(args.model)
     if 0 < args.n_ctx < args.tokens + _LEAST_PROMPT:
         raise ConfigError(
             f"--n-ctx is {args.n_ctx}, expected {args.tokens + _LEAST_PROMPT} or more for replies "

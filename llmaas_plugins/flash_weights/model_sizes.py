@@ -23,6 +23,7 @@ from llmaas_plugins.flash_weights.channel_layout import (
 )
 from llmaas_plugins.flash_weights.locality import typical_means
 from llmaas_plugins.flash_weights.packed import streamable
+from llmaas_plugins.model.cell_sizes import values_in_cells
 from llmaas_plugins.model.gguf_header import read_header
 
 __all__ = [
@@ -51,8 +52,6 @@ _INPUT_BYTES = 64
 """Bytes of a token's inputs in compute buffers: positions, cells, choices of experts."""
 _WIDE = (GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
-_KEYS = re.compile(r"blk\.\d+\.(attn_[kv]|attn_kv_a_mqa|indexer\.attn_k)\.weight")
-_MERGED = re.compile(r"blk\.\d+\.attn_qkv\.weight")
 
 
 class Metadata(NamedTuple):
@@ -208,7 +207,8 @@ def sizes_of(  # noqa: PLR0913 -- a file and the settings of a context
     experts = [info.n_bytes for name, info in streamed.items() if _EXPERTS.fullmatch(name)]
     with_channels = {piece.name for piece in pieces}
     n_streamed = sum(info.n_bytes for info in streamed.values())
-    n_cells = math.ceil(n_ctx / _CELLS) * _CELLS if _kv_values(tensors) else 0
+    n_values = values_in_cells({name: info.shape for name, info in tensors.items()})
+    n_cells = math.ceil(n_ctx / _CELLS) * _CELLS if n_values else 0
     n_attended = 0 if is_flash else metadata.n_heads * n_cells
     return ModelSizes(
         n_layers=len({name.split(".")[1] for name in tensors if name.startswith("blk.")}),
@@ -218,7 +218,7 @@ def sizes_of(  # noqa: PLR0913 -- a file and the settings of a context
         least_experts=max(experts, default=0),
         resident=sum(info.n_bytes for info in tensors.values() if not info.is_matrix),
         largest=max((info.n_bytes for info in tensors.values()), default=0),
-        kv=int(n_cells * cell_bytes / 2 * _kv_values(tensors)) + _state_bytes(tensors, metadata),
+        kv=int(n_cells * cell_bytes / 2 * n_values) + _state_bytes(tensors, metadata),
         buffers=min(n_batch, n_ctx) * _buffer_bytes(tensors, metadata, n_attended, n_cells),
         work=min(n_batch, n_ctx) * _work_bytes(tensors, metadata, n_attended),
         app=_LLAMA_BYTES + _TOKEN_BYTES * _embeddings(tensors)[1],
@@ -254,13 +254,6 @@ def _channels(groups: Sequence[Group]) -> tuple[ChannelBytes, ...]:
         )
         for (family, n_channels, n_bytes, stride), n_layers in found.items()
     )
-
-
-def _kv_values(tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the KV cache values of a token."""
-    apart = sum(info.shape[1] for name, info in tensors.items() if _KEYS.fullmatch(name))
-    merged = (info.shape for name, info in tensors.items() if _MERGED.fullmatch(name))
-    return apart + sum(rows - columns for columns, rows, _ in merged)
 
 
 def _embeddings(tensors: Mapping[str, TensorInfo]) -> tuple[int, int]:

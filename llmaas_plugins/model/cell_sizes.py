@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from llama_cpp import llama_cpp
@@ -9,11 +11,18 @@ from llama_cpp import llama_cpp
 from llmaas_hooks import ContextCreate
 from llmaas_plugins.model.identity import metadata
 
-__all__ = ["CELL_STEP", "all_cell_bytes", "cell_bytes", "n_ctx_of", "token_bytes"]
+__all__ = [
+    "CELL_STEP",
+    "all_cell_bytes",
+    "cell_bytes",
+    "n_ctx_of",
+    "token_bytes",
+    "values_in_cells",
+]
 
 CELL_STEP = 256
 """llama.cpp rounds the cells of a context, and those of a graph, up to a multiple of this."""
-_BF16 = 30
+_BF16, _MXFP4 = 30, 39
 _BLOCKS = {
     llama_cpp.GGML_TYPE_F16: (1, 2),
     _BF16: (1, 2),
@@ -23,9 +32,12 @@ _BLOCKS = {
     llama_cpp.GGML_TYPE_Q4_0: (32, 18),
     llama_cpp.GGML_TYPE_Q4_1: (32, 20),
     llama_cpp.GGML_TYPE_IQ4_NL: (32, 18),
+    _MXFP4: (32, 17),
 }
 """Values and bytes per block, by type of the cells. Importing gguf for it would take megabytes."""
 _UNKNOWN_BLOCK = 1, 4  # F32 and unknown types
+_KEYS = re.compile(r"blk\.\d+\.(attn_[kv]|attn_kv_a_mqa|indexer\.attn_k)\.weight")
+_MERGED = re.compile(r"blk\.\d+\.attn_qkv\.weight")
 
 
 def n_ctx_of(create: ContextCreate) -> int:
@@ -55,3 +67,15 @@ def cell_bytes(params: Any) -> float:
     """Return the bytes of one key value and one value value together."""
     blocks = (_BLOCKS.get(kind, _UNKNOWN_BLOCK) for kind in (params.type_k, params.type_v))
     return sum(n_bytes / n_values for n_values, n_bytes in blocks)
+
+
+def values_in_cells(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return how many numbers keys and values have in the cell of a token.
+
+    Args:
+        shapes: Shapes of a model's tensors by name, columns first.
+    """
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    apart = sum(shape[1] for name, shape in matrices.items() if _KEYS.fullmatch(name))
+    merged = (shape for name, shape in matrices.items() if _MERGED.fullmatch(name))
+    return apart + sum(shape[1] - shape[0] for shape in merged)

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +36,13 @@ if TYPE_CHECKING:  # importing gguf takes 3 MiB
 __all__ = [
     "GGUFHeader",
     "GGUFTensor",
+    "Outline",
     "Value",
     "field_names",
     "header_of",
     "parse_header",
     "read_header",
-    "tensor_names",
+    "read_outline",
 ]
 
 Value = int | float | bool | str | NDArray[Any] | tuple[str, ...] | None
@@ -125,6 +126,18 @@ class GGUFHeader:
         return value if isinstance(value, int) else None
 
 
+class Outline(NamedTuple):
+    """Part of a header.
+
+    Attributes:
+        fields: Metadata values by key.
+        shapes: Shapes of the tensors by name, columns first.
+    """
+
+    fields: Mapping[str, Value]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
 def read_header(path: Path) -> GGUFHeader:
     """Read the header of a file.
 
@@ -165,14 +178,16 @@ def field_names(fd: int) -> frozenset[str]:
         return frozenset()
 
 
-def tensor_names(path: Path) -> frozenset[str]:
-    """Return the names of a file's tensors without checking anything else about them.
+def read_outline(path: Path) -> Outline:
+    """Read a file's fields and the shapes of its tensors, and check nothing else about them.
+
+    Tensors may be of types that nobody here knows.
 
     Raises:
         ConfigError: The file is no GGUF file of this processor's byte order, or is damaged.
         StoreError: The file cannot be read.
     """
-    return _read(path, lambda cursor, _: cursor.names())
+    return _read(path, lambda cursor, _: cursor.outline())
 
 
 def parse_header(content: bytes, n_bytes: int) -> GGUFHeader:
@@ -244,10 +259,11 @@ class _Cursor:
     def field_names(self) -> frozenset[str]:
         return frozenset(self._fields(self._counts()[1])[0])
 
-    def names(self) -> frozenset[str]:
+    def outline(self) -> Outline:
         n_tensors, n_fields = self._counts()
-        self._fields(n_fields)
-        return frozenset(self._info()[0] for _ in range(n_tensors))
+        fields, _ = self._fields(n_fields)
+        infos = (self._info() for _ in range(n_tensors))
+        return Outline(fields, {name: shape for name, (_, shape, _) in infos})
 
     def header(self, n_bytes: int) -> GGUFHeader:
         n_tensors, n_fields = self._counts()

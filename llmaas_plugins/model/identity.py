@@ -23,7 +23,7 @@ from llama_cpp import llama_cpp
 
 from llmaas_hooks import LlmaasError, ModelFile, ModelLoad, StoreError
 from llmaas_plugins.model.digest import begin_digest, files_now
-from llmaas_plugins.model.gguf_header import tensor_names
+from llmaas_plugins.model.gguf_header import read_outline
 
 __all__ = [
     "COUNTED",
@@ -250,7 +250,7 @@ def _has_long_factors(llama: Any, load: ModelLoad) -> bool:
 @functools.lru_cache(maxsize=64)
 def _names_long_factors(file: ModelFile) -> bool:
     try:
-        names = tensor_names(Path(file.path))
+        names = read_outline(Path(file.path)).shapes
     except LlmaasError:
         return True
     is_same = files_now(file.path)[0].stamp == file.stamp

@@ -148,7 +148,7 @@ def test_stopping_it_is_one_line_and_leaves_nothing(work, environ, options, mome
             "found 1 conversations in which the user got a reply, expected 2",
         ),
         (["--data", "none.jsonl"], "none.jsonl"),
-        (["--model", "none.gguf"], "no such model: none.gguf"),
+        (["--model", "none.gguf"], "found no file none.gguf; expected a model in GGUF"),
         (["--model", "one.jsonl"], "one.jsonl"),
         (["--calls", "0"], "argument --calls: expected an integer from 1 on, found '0'"),
         (["--memory", "nan"], "expected a number above 0, up to 1e+09, found 'nan'"),

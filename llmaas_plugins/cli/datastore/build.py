@@ -17,7 +17,7 @@ from llmaas_hooks import ConfigError, ContextCreate, ModelLoad, StoreError, hook
 from llmaas_hooks.native import NativeContext, States
 from llmaas_plugins.cli.datastore.settings import datastore_directory, datastore_settings
 from llmaas_plugins.cli.interrupts import stoppable
-from llmaas_plugins.cli.models import as_loaded, trained_context
+from llmaas_plugins.cli.models import as_loaded, check_file, trained_context
 from llmaas_plugins.cli.options import at_least, finite
 from llmaas_plugins.cli.output import counted, print_report, progress_bar
 from llmaas_plugins.cli.store_actions import add_action
@@ -253,8 +253,7 @@ def _loaded(args: argparse.Namespace, natives: _Natives) -> Iterator[Any]:
     from llmaas_plugins.activation import activate
 
     for path in filter(None, (args.model, args.lora)):
-        if not path.is_file():
-            raise ConfigError(f"no such model: {path}")
+        check_file(path)
     with activate(Config(on_error="raise"), {"datastore": natives}):
         with load_errors(args.model):
             llama = Llama(

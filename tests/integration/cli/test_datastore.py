@@ -162,7 +162,7 @@ def test_what_cannot_be_read_is_refused_before_anything_is_made(run, export, tmp
         assert message.startswith("llmaas: error: ")
     code, message = run("add", export([1]), "--lora", tmp_path / "missing.gguf")
     assert code == 2
-    assert "no such model: " in message
+    assert "found no file " in message
     code, message = run("select")
     assert code == 2
     assert "there is no datastore in" in message

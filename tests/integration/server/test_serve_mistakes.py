@@ -58,10 +58,12 @@ def test_another_model_configuration(refused, monkeypatch):
         (["--toy", "--port", "99999"], "--port must be from 0 to 65535"),
         (["--toy", "--ssl_certfile", "none"], "cannot use --ssl_certfile none"),
         (["--toy", "--cache", "True"], "--cache would let apps learn from response times"),
-        (["--model", "none.gguf"], "no such model: none.gguf"),
+        (["--model", "none.gguf"], "found no file none.gguf; expected a model in GGUF"),
         (["--model", "."], "error: . is a folder, expected a model in GGUF"),
         (["llmaas.toml"], "arguments: llmaas.toml. Did you mean '--model llmaas.toml'?"),
         (["--toy", "--n_ctx", "-5"], "error: --n_ctx: Input should be greater than or equal to 0"),
+        (["--toy", "--n_ctx", "999999999"], "of memory; expected at most "),
+        (["--toy", "--n_ctx", "999999999"], "The model was trained with 1,024"),
         (["--toy", "--lora_path", "none.gguf"], "cannot read --lora_path none.gguf: No such file"),
         (["--toy", "--chat_format", "chatlm"], "no chat format 'chatlm'. Did you mean 'chatglm3'?"),
         (
