@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from llmaas_plugins.config import Config
 
-__all__ = ["resource_findings", "say_problems", "short_of_room"]
+__all__ = ["resource_findings", "say_problems", "short_of_room", "store_user"]
 
 _log = logging.getLogger("llmaas.cli")
 
@@ -48,6 +48,18 @@ def say_problems(config: Config) -> None:
     for finding in resource_findings(config):
         if finding.problem is not None:
             _log.warning("%s: %s; %s", finding.name, finding.problem, finding.next_step)
+
+
+def store_user(config: Config) -> str | None:
+    """Return the process that holds the store of contexts; None if none is known."""
+    if "kv_chunks" not in config.enabled():
+        return None
+    with contextlib.suppress(LlmaasError):
+        settings: Any = validated(
+            "kv_chunks", load_plugin("kv_chunks").Config, config.plugins["kv_chunks"]
+        )
+        return user(settings.store.expanduser() / LOCK, FILES)
+    return None
 
 
 def _kv_chunks(settings: Any) -> Iterator[Finding]:

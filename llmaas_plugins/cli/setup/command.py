@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.chats.exports import load_conversations
+from llmaas_plugins.cli.doctor.resources import store_user
 from llmaas_plugins.cli.files import check_room, check_target, folder_beside
 from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.interrupts import stoppable
@@ -26,6 +27,7 @@ from llmaas_plugins.cli.setup.improving import begin_improving, improve
 from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.running import Run
 from llmaas_plugins.cli.setup.steps import STEPS, Job, improving_steps
+from llmaas_plugins.config import load_config
 from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.machine import (
     available_bytes,
@@ -202,6 +204,11 @@ def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
         check_room("setup", estimates.disk_bytes, job.made)
     report["seconds"] = run.all()
     status, report["doctor"] = _doctor(args, job, path)
+    if status and (who := store_user(load_config(str(path)))) is not None:
+        _say(
+            f"All is made, but the store of contexts is in use by {who}, so kv_chunks could not be "
+            "tried. Stop that process, then repeat the command."
+        )
     if status == 0 and not args.no_improve and job.is_prepared_here:
         report["improving"] = begin_improving(run, args)
     print_report(args, report, _then(args, job, report, estimates, is_fine=status == 0))

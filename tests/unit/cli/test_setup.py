@@ -19,13 +19,15 @@ from llmaas_eval.families import write_family
 from llmaas_eval.models import finish, open_writer
 from llmaas_hooks import ConfigError, Levels, Limit, Promise, StoreError
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.cli.setup import running
+from llmaas_plugins.cli.setup import command, running
 from llmaas_plugins.cli.setup.config_text import Settings, check_ours, config_text, write_config
 from llmaas_plugins.cli.setup.extents import Extents
 from llmaas_plugins.cli.setup.record import Done, MadeBefore, Record, folder_of, key_of
-from llmaas_plugins.cli.setup.steps import Job, improving_steps, steps_of
+from llmaas_plugins.cli.setup.steps import STEPS, Job, improving_steps, steps_of
 from llmaas_plugins.config import load_config
 from llmaas_plugins.files.partial_file import write_bytes
+from llmaas_plugins.files.store_lock import lock, unlock
+from llmaas_plugins.kv_chunks.store.store_files import FILES, LOCK
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.reference_model import reference_model_path
 from llmaas_plugins.service.level_arguments import levels_of
@@ -270,6 +272,24 @@ def test_a_stopped_step_claims_only_the_file_that_it_wrote(tmp_path, monkeypatch
     with pytest.raises(ConfigError, match="did not make it"):
         setup()
     assert job.made.read_bytes() == content
+
+
+def test_a_process_that_keeps_the_store_from_being_tried_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_doctor", lambda *_: (1, None))
+    write_family("llama", tmp_path / "model.gguf")
+    store = tmp_path / ".cache/llmaas/kv"
+    FILES.directory(store)
+    fd = lock(store / LOCK, FILES)
+    try:
+        assert main(["setup", "model.gguf", "--skip", *STEPS]) == 1
+    finally:
+        unlock(fd)
+    said = capsys.readouterr().err
+    assert "the store of contexts is in use by this process already, so kv_chunks could not" in said
+    assert main(["setup", "model.gguf", "--skip", *STEPS]) == 1
+    assert "is in use" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "done": {}}', "\0"])
