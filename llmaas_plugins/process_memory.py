@@ -27,6 +27,7 @@ __all__ = [
     "add_keeper",
     "add_limit",
     "add_user",
+    "beside_others",
     "budget",
     "enforce",
     "grant",
@@ -194,16 +195,22 @@ class _Reservation:
     held_bytes = releasable_bytes = 0
 
     def __init__(self, n_bytes: int) -> None:
-        self._n_bytes, self._before = n_bytes, _beside_others()
+        self._n_bytes, self._before = n_bytes, beside_others()
 
     @property
     def promised_bytes(self) -> int:
-        taken = max(0, _beside_others() - self._before)
+        taken = max(0, beside_others() - self._before)
         return max(0, self._n_bytes - taken)
 
     def release(self, n_bytes: int) -> int:
         del n_bytes
         return 0
+
+
+def beside_others() -> int:
+    """Return the bytes of the process that neither limits nor users hold."""
+    holders: list[Limit | User] = [*_alive(_limits), *_alive(_users)]
+    return resident_bytes() - sum(holder.held_bytes for holder in holders)
 
 
 @contextlib.contextmanager
@@ -239,12 +246,6 @@ def reserved(n_bytes: int, what: str) -> Iterator[None]:
     finally:
         del reservation
         release_memory()
-
-
-def _beside_others() -> int:
-    """Return the bytes of the process that neither limits nor users hold."""
-    holders: list[Limit | User] = [*_alive(_limits), *_alive(_users)]
-    return resident_bytes() - sum(holder.held_bytes for holder in holders)
 
 
 def _alive(references: set[weakref.ref[_T]]) -> list[_T]:

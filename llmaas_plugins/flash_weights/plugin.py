@@ -211,7 +211,8 @@ class FlashWeights:
 
     @hookimpl
     def llmaas_request_begin(self, request: Request) -> None:
-        """Compute the prompt exactly."""
+        """Compute the prompt exactly, and expect the memory that a first batch takes."""
+        self._residency.begin(request.engine.ctx)
         self._answers.begin(request)
 
     @hookimpl

@@ -128,6 +128,12 @@ class Residency:
                 else:
                     del model.contexts[ctx]
 
+    def begin(self, ctx: int) -> None:
+        """Note that a request begins, whose first batch may take all that is foreseen for it."""
+        for model in list(self._models.values()):
+            if ctx in model.growth:
+                model.began = process_memory.beside_others()
+
     def decoded(self, ctx: int, n_tokens: int) -> None:
         """Count a batch, and adjust to the memory that is left."""
         with self.lock:
@@ -151,6 +157,7 @@ class Residency:
                 model.n_tokens += n_tokens
                 is_first = model.growth.pop(ctx, None) is not None
                 model.beside.pop(ctx, None)
+                model.began = None
                 if model.is_late:
                     self._apply(model, model.kept, waits=True)
         return is_first
@@ -189,6 +196,7 @@ class Residency:
             return None
         with self.lock:
             taken = self.others() + self.needed() + sum(self._untouched.values())
+            taken -= self._foreseen_and_taken()
             return self.budget - process_memory.SPARE_BYTES - MARGIN_BYTES - taken
 
     def grant(self, n_bytes: int) -> int:
@@ -287,6 +295,16 @@ class Residency:
                     for model in models
                 ],
             }
+
+    def _foreseen_and_taken(self) -> int:
+        """Return what first batches have taken so far, which `others` and `needed` both count.
+
+        Figures of weights are those from before: looking at them would wait for the batch.
+        """
+        models = [model for model in self._models.values() if model.began is not None]
+        began = min((model.began for model in models if model.began is not None), default=0)
+        foreseen = sum(model.foreseen(self._arena) for model in models)
+        return min(foreseen, max(0, process_memory.beside_others() - began))
 
     def _require(self, budget: int) -> None:
         """Raise ``UnmetBudgetError`` if the current models need more than ``budget``."""

@@ -25,6 +25,8 @@ class StreamedModel:
         contexts: Contexts of the model, by address.
         growth: Bytes of compute buffers that each context without a batch so far will touch.
         beside: Other bytes that such a context will take at its first batch.
+        began: Bytes of the process, without what others hold, when the request with the first batch
+            began; None before, and when that batch has ended.
         kept: Bytes of weights that the model may keep.
         is_late: Whether the model still keeps more, because it was computing.
         seen: Figures when the model was last looked at. They are not refreshed while it computes,
@@ -38,6 +40,7 @@ class StreamedModel:
     contexts: dict[int, NativeContext] = field(default_factory=dict)
     growth: dict[int, int] = field(default_factory=dict)
     beside: dict[int, int] = field(default_factory=dict)
+    began: int | None = None
     kept: int = 0
     is_late: bool = False
     seen: dict[str, int] = field(default_factory=dict)
@@ -74,6 +77,12 @@ class StreamedModel:
                 for ctx, context in list(self.contexts.items())
                 if ctx not in self.growth
             )
+
+    def foreseen(self, arena: int) -> int:
+        """Return the bytes that the first batch may take, of weights and of all else."""
+        weights = max(0, self.kept - self.seen["kept_bytes"])
+        weights += max(0, arena - self.seen["arena_bytes"])
+        return weights + self.growth_bytes + sum(self.beside.values())
 
     def needs(self, arena: int) -> Needs:
         """Return the model's memory needs with an arena of this size."""

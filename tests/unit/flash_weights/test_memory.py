@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from llmaas_hooks import BudgetError, ConfigError
+from llmaas_plugins import process_memory
+from llmaas_plugins.flash_weights import residency
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
 from llmaas_plugins.flash_weights.memory import Needs, needed_by, shares
 from llmaas_plugins.flash_weights.plugin import FlashWeights
@@ -108,3 +111,61 @@ def test_the_budget_holds_whatever_the_models_are():
         for kept, one in zip(found, models, strict=True):
             assert kept <= one.n_bytes + one.prompts
             assert kept >= min(one.least, one.n_bytes)
+
+
+class Weights:
+    """Weights of 100 MiB that are kept once a batch has read them."""
+
+    def __init__(self):
+        self.wanted = self.kept = self.arena = 0
+
+    def set_memory(self, kept, arena, waits=True):
+        self.wanted, self.arena = kept, arena
+        self.kept = min(self.kept, kept)
+        return True
+
+    def stats(self):
+        figures = {"bytes": 100 * MIB, "kept_bytes": self.kept, "arena_bytes": 0}
+        return figures | dict.fromkeys(("passing_bytes", "least_bytes", "stalled_ns", "passes"), 0)
+
+
+class Context:
+    """New context of a streamed model; each number is its address."""
+
+    model, ctx = 1, 2
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def file_weights(self):
+        return self.weights
+
+    def cells(self):
+        return SimpleNamespace(n=0)
+
+    def untouched_bytes(self):
+        return 0
+
+
+def test_what_a_first_batch_takes_is_counted_once(monkeypatch):
+    monkeypatch.setattr(process_memory, "_limits", set())
+    monkeypatch.setattr(process_memory, "_users", set())
+    process = 40 * MIB
+    for module in (process_memory, residency):
+        monkeypatch.setattr(module, "resident_bytes", lambda: process)
+    found = residency.Residency(400 * MIB, arena=8 * MIB)
+    weights = Weights()
+    found.add(Context(weights), growth=30 * MIB, beside=20 * MIB)
+    room = found.room()
+    process += 5 * MIB  # the app's own, before its request
+    assert found.room() == room - 5 * MIB
+    found.begin(Context.ctx)
+    for _ in range(5):  # the batch fills its buffers, and reads weights that are then kept
+        process += 25 * MIB
+        assert found.room() == room - 5 * MIB
+    process += 100 * MIB  # more than it may
+    assert found.room() <= room - 5 * MIB - 60 * MIB
+    process -= 100 * MIB
+    weights.kept = weights.wanted
+    found.decoded(Context.ctx, 1)
+    assert found.room() == room - 5 * MIB + (30 + 20) * MIB - (5 * 25 - 100) * MIB
