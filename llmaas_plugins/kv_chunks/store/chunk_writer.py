@@ -111,9 +111,11 @@ class ChunkWriter:
                 reuses_held, held = self._disk.tier.reuses_held, self._disk.tier.take_held()
             update.writes = self._write_budget.written()
             update.heads = None if heads == self._heads else heads
+            update.heads_before = self._heads
             try:
                 self._disk.index.apply(update)
             except BaseException as error:
+                self._heads = None  # all of them are written again
                 with self._residency.lock:
                     self._residency.update = update.merged_with(self._residency.update)
                     self._disk.tier.hold_again(held, reuses_held=reuses_held)

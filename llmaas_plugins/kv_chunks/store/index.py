@@ -78,6 +78,8 @@ class IndexUpdate:
         removed: Keys of removed chunks; a key that is also in ``added`` was stored again.
         used: Keys of used chunks, least recently used first.
         heads: Key of the last chunk of every named context; None if no context changed.
+        heads_before: Heads in the index before this update, of which only the changes are written;
+            None if they are unknown.
         layouts: Newly learned layouts of cells, as JSON, by root.
         writes: Bytes written to the slab, in whole pages, by day (days since 1970).
         erases: Whether the bytes of removed chunks are to be erased; ``end_erasing`` confirms it.
@@ -87,6 +89,7 @@ class IndexUpdate:
     removed: list[bytes] = field(default_factory=list)
     used: dict[bytes, None] = field(default_factory=dict)
     heads: Mapping[str, bytes] | None = None
+    heads_before: Mapping[str, bytes] | None = None
     layouts: dict[bytes, str] = field(default_factory=dict)
     writes: dict[int, int] = field(default_factory=dict)
     erases: bool = False
@@ -99,6 +102,7 @@ class IndexUpdate:
             self.removed + later.removed,
             {key: None for key in self.used if key not in later.used} | later.used,
             self.heads if later.heads is None else later.heads,
+            self.heads_before if later.heads is None else later.heads_before,
             self.layouts | later.layouts,
             self.writes | later.writes,
             self.erases or later.erases,
@@ -107,6 +111,8 @@ class IndexUpdate:
 
 class ChunkIndex:
     """One SQLite file; use it from one thread at a time."""
+
+    _tick: int | None = None
 
     def __init__(self, path: Path, new_store_id: bytes) -> None:
         """Open ``path``, or create it with mode 0600 for the store ``new_store_id``.
@@ -258,8 +264,7 @@ class ChunkIndex:
 
     def apply(self, update: IndexUpdate) -> None:
         """Commit a set of changes."""
-        db = self._db
-        (tick,) = db.execute("SELECT coalesce(max(used), 0) FROM chunks").fetchone()
+        db, tick = self._db, self._last_used()
         try:
             db.execute("BEGIN IMMEDIATE")
             db.executemany("DELETE FROM chunks WHERE key=?", ((k,) for k in update.removed))
@@ -278,8 +283,7 @@ class ChunkIndex:
                 db.execute("DELETE FROM writes WHERE day < ?", (day,))
                 db.execute("INSERT OR REPLACE INTO writes VALUES (?, ?)", (day, n_bytes))
             if update.heads is not None:
-                db.execute("DELETE FROM contexts")
-                db.executemany("INSERT INTO contexts VALUES (?, ?)", update.heads.items())
+                self._write_heads(update.heads, update.heads_before)
             if update.erases:
                 db.execute(f"PRAGMA application_id={_ERASING}")
             db.execute("COMMIT")
@@ -287,6 +291,25 @@ class ChunkIndex:
             if db.in_transaction:  # BEGIN may fail, and SQLite ends it after some errors
                 db.execute("ROLLBACK")
             raise
+        self._tick = tick + len(update.used)
+
+    def _last_used(self) -> int:
+        """Return a time of use that no chunk exceeds; only the first call looks at all chunks."""
+        if self._tick is None:
+            found = self._db.execute("SELECT coalesce(max(used), 0) FROM chunks").fetchone()
+            self._tick = int(found[0])
+        return self._tick
+
+    def _write_heads(self, heads: Mapping[str, bytes], before: Mapping[str, bytes] | None) -> None:
+        """Write the heads that are others than before, or all."""
+        changed = set(heads.items())
+        if before is None:
+            self._db.execute("DELETE FROM contexts")
+        else:
+            changed -= before.items()
+            gone = ((name,) for name in before.keys() - heads.keys())
+            self._db.executemany("DELETE FROM contexts WHERE id=?", gone)
+        self._db.executemany("INSERT OR REPLACE INTO contexts VALUES (?, ?)", changed)
 
     def _drop_unused_layouts(self) -> None:
         """Delete the layouts of roots without chunks, if there are many layouts."""

@@ -74,6 +74,20 @@ def test_layouts_without_chunks_go_if_there_are_many(index, monkeypatch):
     assert index.layout(ROOT) == "kept"
 
 
+def test_only_the_ends_of_contexts_that_changed_are_written(index):
+    a, b, c = rows(3)
+    before = {str(i): a.id.key for i in range(100)}
+    index.apply(IndexUpdate(added(a, b, c), heads=before))
+    after = before | {"1": b.id.key, "new": c.id.key}
+    del after["2"]
+    statements = []
+    index._db.set_trace_callback(statements.append)
+    index.apply(IndexUpdate(heads=after, heads_before=before))
+    index._db.set_trace_callback(None)
+    assert sum("contexts" in one for one in statements) == 3
+    assert index.contexts() == after
+
+
 def test_new_index_is_empty(index):
     assert list(index.chunks()) == []
     assert index.contexts() == {}
