@@ -14,12 +14,15 @@ import pytest
 
 from llmaas_eval.data import packaged_chats
 from llmaas_plugins.cli.main import main
+from llmaas_plugins.cli.tune import bench, datastore, restores
 from llmaas_plugins.config import load_config
 from llmaas_plugins.model.digest import file_digest
 
 pytestmark = pytest.mark.slow
 
-MINUTES = "--minutes", "0.4"
+MINUTES = "--minutes", "4"  # more than is needed, even on a busy machine
+SHORT = ((32, 8),)
+"""Tokens of prompts and answers: with longer ones, the measurements would take all of the time."""
 KV = '[plugins.kv_chunks]  # contexts\nstore = "kv"\n'
 
 
@@ -44,6 +47,10 @@ def folder(tmp_path, monkeypatch, prepared):
     monkeypatch.setenv("GGML_NO_BACKTRACE", "1")
     for name in ("LLMAAS_CONFIG", "LLMAAS_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(bench.Bench.lengths, "__defaults__", (SHORT,))
+    monkeypatch.setattr(bench.Bench.pieces, "__defaults__", (bench.LEAST_ROUNDS,))
+    monkeypatch.setattr(restores, "_LENGTHS", SHORT)
+    monkeypatch.setattr(datastore, "_MOST_PIECES", 12)
     work = tmp_path / "work"
     shutil.copytree(prepared, work)
     monkeypatch.chdir(work)
@@ -169,7 +176,7 @@ def test_a_command_that_was_stopped_goes_on(folder, capfd):
     (folder / "llmaas.toml").write_text(f"{KV}[plugins.elastic]\n")
     command = [sys.executable, "-m", "llmaas_plugins.cli.main", "tune", "model.elastic.gguf"]
     process = subprocess.Popen(
-        [*command, *MINUTES], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [*command, "--minutes", "1"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
     with process:
         said = iter(process.stderr.readline, "")
@@ -179,5 +186,5 @@ def test_a_command_that_was_stopped_goes_on(folder, capfd):
     assert process.returncode == 128 + signal.SIGINT
     assert "stopped; what was measured is kept; the same command goes on" in rest
     assert (folder / "llmaas.toml").read_text() == f"{KV}[plugins.elastic]\n"
-    status, _, parts = tune(capfd)
+    status, _, parts = tune(capfd, "--minutes", "1")
     assert (status, parts[0]) == (0, "elastic")
