@@ -80,7 +80,8 @@ class StreamedModel:
 
     def foreseen(self, arena: int) -> int:
         """Return the bytes that the first batch may take, of weights and of all else."""
-        weights = max(0, self.kept - self.seen["kept_bytes"])
+        kept = self.seen["kept_bytes"] + self.seen["prompt_kept_bytes"]
+        weights = max(0, self.kept - kept)
         weights += max(0, arena - self.seen["arena_bytes"])
         return weights + self.growth_bytes + sum(self.beside.values())
 

@@ -54,7 +54,7 @@ def test_two_models_share_the_passes_by_their_size(savings):
 
 
 def test_weights_that_only_prompts_use_save_less_and_come_last(savings):
-    """Of 10 passes, 2 used all weights: the waits are for 10 x 300 and 2 x 200 MiB."""
+    """The waits are for 300 MiB in each of 10 passes, and for 200 MiB in two of them."""
     found = sizes(400 * MIB, 100 * MIB, 250 * MIB, 50 * MIB)
     savings.saw(Seen(0, 0, 0), Seen(3_400_000_000, 10, 2), found)
     weights, *_ = savings.claims(
