@@ -9,6 +9,7 @@ import json
 import os
 import random
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -261,7 +262,7 @@ def test_json_is_accepted_with_any_vocabulary_and_processor(reference_model):
 def test_accepted_ones_cost_little(llama, grammars):
     """The kernel ends costlier ones, so this measures how long a call waits."""
     chance = random.Random(1)
-    n_tokens, n_accepted, waited_s = 0, 0, 0.0
+    n_accepted, waited_s = 0, []
     for seed in range(scale(40, 4000)):
         text = Bodies(seed).sound_rule()
         with contextlib.suppress(Refusal):
@@ -271,11 +272,10 @@ def test_accepted_ones_cost_little(llama, grammars):
                 for _ in range(20):
                     started = time.perf_counter()
                     running.prepare()
-                    waited_s += time.perf_counter() - started
-                    n_tokens += 1
+                    waited_s.append(time.perf_counter() - started)
                     running.accept(int(chance.choice(running._allowed.nonzero()[0])))
     assert n_accepted >= 20
-    assert waited_s / n_tokens < 0.05
+    assert statistics.median(waited_s) < 0.05
 
 
 def test_an_end_that_somebody_else_made_is_no_verdict(grammars, monkeypatch):

@@ -125,6 +125,6 @@ def test_no_text_takes_long(prompt, piece):
     patterns = (Pattern(r"\w+@\w+"), Pattern("(?i)(foo|bar)s?"))
     text = piece * (20_000 // len(piece.encode()))
     prompt(text)  # reads the tokens' texts
-    started = time.perf_counter()
+    started = time.thread_time()
     prompt(text, Protection(patterns=patterns))
-    assert time.perf_counter() - started < 2
+    assert time.thread_time() - started < 2
