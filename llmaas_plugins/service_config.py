@@ -10,12 +10,21 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, fie
 
 from llmaas_plugins.sizes import Count, Seconds, Size
 
-__all__ = ["ServiceConfig"]
+__all__ = ["APP_NAMES", "ServiceConfig", "is_app_name"]
+
+APP_NAMES = "1 to 128 printable characters without '/'"
+"""Names that apps may have, in words."""
+_LONGEST_NAME = 128
 
 _NAMES = {
     "allowed_hosts": (re.compile(r"[^\s/:*\[\]]+|[0-9a-f:]+"), "box.example.org"),
     "allowed_origins": (re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*]+"), "https://example.org"),
 }
+
+
+def is_app_name(name: str) -> bool:
+    """Return whether an app may have a name; its contexts have it in their paths."""
+    return 0 < len(name) <= _LONGEST_NAME and name.isprintable() and "/" not in name
 
 
 class ServiceConfig(BaseModel):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.server.refusal import Refusal
+from llmaas_plugins.service_config import APP_NAMES, is_app_name
 
 __all__ = ["ApiKeys", "can_be_sent", "read_key_file"]
 
@@ -98,19 +99,25 @@ def read_key_file(path: Path | None) -> dict[str, str]:
         keys = tomllib.loads(content.decode("utf-8-sig"))
     except ValueError as error:
         raise _wrong(path, "is not valid TOML") from error
-    for app, key in keys.items():
-        if not isinstance(key, str) or not can_be_sent(key):
-            raise _wrong(path, f"{app!r}: {_EXPECTED}")
-        if len(key) < _SHORTEST_KEY:
-            raise _wrong(path, f"{app!r}: a key must have {_SHORTEST_KEY} characters or more")
-    if len(set(keys.values())) < len(keys):
-        raise _wrong(path, "two apps have the same key")
+    _check(path, keys)
     return keys
 
 
 def can_be_sent(key: str) -> bool:
     """Return whether every client can send a key in a header."""
     return key.isascii() and key.isprintable() and " " not in key
+
+
+def _check(path: Path, keys: Mapping[str, object]) -> None:
+    for app, key in keys.items():
+        if not is_app_name(app):  # an empty one would be nobody's
+            raise _wrong(path, f"{app!r}: an app's name must be {APP_NAMES}")
+        if not isinstance(key, str) or not can_be_sent(key):
+            raise _wrong(path, f"{app!r}: {_EXPECTED}")
+        if len(key) < _SHORTEST_KEY:
+            raise _wrong(path, f"{app!r}: a key must have {_SHORTEST_KEY} characters or more")
+    if len(set(keys.values())) < len(keys):
+        raise _wrong(path, "two apps have the same key")
 
 
 def _wrong(path: Path, what: str) -> ConfigError:

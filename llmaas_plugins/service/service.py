@@ -27,10 +27,10 @@ from llmaas_plugins.service.level_arguments import LevelArgument, levels_of
 from llmaas_plugins.service.promise_arguments import check_promise, promise_of
 from llmaas_plugins.service.share_arguments import check_share, share_of
 from llmaas_plugins.service.state_lock import StateLock
+from llmaas_plugins.service_config import APP_NAMES, is_app_name
 
 __all__ = ["App", "Context", "LLMService", "Reply"]
 
-_LONGEST_NAME = 128
 _MOST_LISTED = 200
 _NOWHERE = {
     "tokens": {"cells": 0, "parked": 0, "ram": 0, "disk": 0},
@@ -94,11 +94,8 @@ class LLMService:
             ConfigError: The name is empty, too long, or has characters that a URL's path cannot
                 have.
         """
-        if not app or len(app) > _LONGEST_NAME or not app.isprintable() or "/" in app:
-            raise ConfigError(
-                f"app name must be 1 to {_LONGEST_NAME} printable characters without '/', "
-                f"found {app!r}"
-            )
+        if not is_app_name(app):
+            raise ConfigError(f"app name must be {APP_NAMES}, found {app!r}")
         return App(app, self._log, self._queue, self.config)
 
     def status(self) -> dict[str, Any]:

@@ -86,6 +86,8 @@ def test_a_key_file_that_others_can_open(key_file, mode):
         (f'mail = "{MAIL} x"', "without spaces"),
         (f'mail = "{MAIL}ü"', "printable ASCII"),
         ('mail = "short"', "16 characters or more"),
+        (f'"" = "{MAIL}"', "'': an app's name must be 1 to 128 printable characters"),  # of nobody
+        (f'"a/b" = "{MAIL}"', "'a/b': an app's name must be"),
         (f'mail = "{MAIL}"\nnotes = "{MAIL}"', "two apps have the same key"),
     ],
 )
