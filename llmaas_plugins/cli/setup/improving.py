@@ -49,7 +49,7 @@ def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None
 
 
 def improve(run: Run) -> dict[str, float]:
-    """Improve the levels, time and compare them, and switch the configuration to them.
+    """Improve the levels, time and compare them, and switch to them if the configuration is there.
 
     Returns:
         The seconds of each step.
@@ -68,6 +68,9 @@ def improve(run: Run) -> dict[str, float]:
         if lock is not None:  # else this process is in the background, and inherited it
             set_improver(lock, os.getpid())
         seconds = run.do(improving_steps(run.job))
+        if not run.config.exists():
+            run.say(f"{run.config} was removed meanwhile, and stays so.")
+            return seconds
         try:
             run.write("searched")
         except ConfigError as error:

@@ -82,6 +82,17 @@ def test_somebody_who_only_looks_who_has_the_lock_keeps_nothing_from_beginning(r
         timer.join()
 
 
+def test_a_configuration_that_was_removed_meanwhile_stays_so(run, monkeypatch):
+    monkeypatch.setattr(Run, "is_done", lambda *_: True)
+    written = []
+    monkeypatch.setattr(Run, "write", lambda _, table: written.append(table))
+    improving.improve(run)
+    assert written == []
+    run.config.touch()
+    improving.improve(run)
+    assert written == ["searched"]
+
+
 def test_another_process_with_the_number_of_one_that_is_gone_keeps_nothing_from_beginning(
     run, monkeypatch, started
 ):
