@@ -138,7 +138,12 @@ def forget(args: argparse.Namespace) -> int:
         f"{counted(gone.n_pairs, 'pair')} removed, {gone.n_selected} of those selected; "
         f"{size_text(gone.freed_bytes)} freed."
     )
-    print_report(args, dataclasses.asdict(gone), [text])
+    left = [
+        f"{printable(path)} is no chat export, so nobody knows what is in it. It stays: remove it, "
+        "or correct it."
+        for path in gone.unread
+    ]
+    print_report(args, dataclasses.asdict(gone), [text, *left])
     return 0
 
 

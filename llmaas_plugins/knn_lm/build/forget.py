@@ -41,12 +41,15 @@ class ForgetResult:
         n_pairs: Pairs removed from the archive.
         n_selected: Pairs removed from the selected datastore.
         freed_bytes: Bytes by which the files shrank.
+        unread: Paths of files in the inbox that are no chats, so nobody knows what is in them. They
+            stay.
     """
 
     n_conversations: int
     n_pairs: int
     n_selected: int
     freed_bytes: int
+    unread: tuple[str, ...] = ()
 
 
 def forget_conversations(
@@ -85,7 +88,7 @@ def forget_conversations(
 
     try:
         suppressed.add(ids)
-        n_waiting = forget_waiting(directory, is_gone)
+        n_waiting, unread = forget_waiting(directory, is_gone)
         suppressed.add(waiting)
         erase_leftovers(path)
     except OSError as error:
@@ -97,7 +100,9 @@ def forget_conversations(
             evidence.erase()
     erased = archive.forget(ids)
     freed = before - _n_bytes(directory)
-    return ForgetResult(erased.n_conversations + n_waiting, erased.n_pairs, n_selected, freed)
+    n_erased = erased.n_conversations + n_waiting
+    left = tuple(map(str, unread))
+    return ForgetResult(n_erased, erased.n_pairs, n_selected, freed, left)
 
 
 def forget_all(directory: Path) -> ForgetResult:

@@ -115,14 +115,14 @@ def remember(
     return _write(directory, [_row(one)])
 
 
-def forget_waiting(store: Path, is_gone: Callable[[Conversation], bool]) -> int:
+def forget_waiting(store: Path, is_gone: Callable[[Conversation], bool]) -> tuple[int, list[Path]]:
     """Erase waiting conversations, including those in files with others that stay.
 
     Call this while the datastore is locked. Leftovers of killed processes are erased first. Files
     that cannot be parsed stay: their contents are unknown, and nothing is learned from them.
 
     Returns:
-        Number of conversations erased.
+        Number of conversations erased, and the files that cannot be parsed, also refused ones.
 
     Raises:
         StoreError: Another process is writing a file. The rest of it would be lost if it were
@@ -130,13 +130,14 @@ def forget_waiting(store: Path, is_gone: Callable[[Conversation], bool]) -> int:
     """
     for path in _leftovers(store / INBOX):
         erase_learned(path)
-    n_gone = 0
+    n_gone, unread = 0, _refused_files(store)
     for path in waiting_files(store):
         before = FileState.of(path)
         _require_complete(path, before)
         try:
             found = load_conversations(path)
         except ConfigError:
+            unread += [path] if os.path.lexists(path) else []
             continue
         kept = [one for one in found if not is_gone(one)]
         if len(kept) < len(found):
@@ -145,7 +146,7 @@ def forget_waiting(store: Path, is_gone: Callable[[Conversation], bool]) -> int:
                 _write(path.parent, [_row(one) for one in kept])
             erase_learned(path)
             n_gone += len(found) - len(kept)
-    return n_gone
+    return n_gone, unread
 
 
 def _require_complete(path: Path, before: FileState | None) -> None:
@@ -216,6 +217,13 @@ def waiting_files(store: Path) -> list[Path]:
     """Return the waiting files, oldest first."""
     try:
         return sorted(p for p in (store / INBOX).iterdir() if p.suffix in _ENDINGS)
+    except FileNotFoundError:
+        return []
+
+
+def _refused_files(store: Path) -> list[Path]:
+    try:
+        return sorted(p for p in (store / INBOX).iterdir() if p.suffix == REFUSED)
     except FileNotFoundError:
         return []
 

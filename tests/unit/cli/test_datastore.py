@@ -242,7 +242,7 @@ def test_forgotten_conversation_is_gone_from_every_file(run, store, digits):
     assert code == 0
     freed = before - sum(map(len, files(store).values()))
     assert found == {
-        "n_conversations": 1, "n_pairs": 199, "n_selected": 3, "freed_bytes": freed,
+        "n_conversations": 1, "n_pairs": 199, "n_selected": 3, "freed_bytes": freed, "unread": [],
     }  # fmt: skip
     assert freed > 199 * 48
     assert not is_anywhere(store, LONG)
@@ -273,6 +273,17 @@ def test_what_waits_to_be_learned_is_forgotten_too(run, store):
     remember(store, MAIL.conversation.messages, app="mail")
     assert run("forget", "--app", "mail")[1]["n_conversations"] == 1
     assert not is_anywhere(store, MAIL)
+
+
+def test_files_that_cannot_be_read_are_named_because_they_stay(run, store):
+    (store / "inbox").mkdir()
+    paths = [store / "inbox" / name for name in ("a.json.refused", "b.jsonl")]
+    for path in paths:
+        path.write_text("no chats\n")
+    assert run("forget", hex_id(LONG))[1]["unread"] == [*map(str, paths)]
+    text = run("forget", hex_id(MAIL), form=None)[1]
+    assert all(f"{path} is no chat export" in text for path in paths)
+    assert all(path.exists() for path in paths)
 
 
 def test_app_can_be_forgotten(run, store):
@@ -319,6 +330,7 @@ def test_everything_can_be_forgotten(run, store):
     assert code == 0
     assert found == {
         "n_conversations": 3, "n_pairs": 215, "n_selected": 5, "freed_bytes": n_bytes,
+        "unread": [],
     }  # fmt: skip
     assert files(store) == {"lock": b""}
     assert run("inspect")[1] == {"conversations": []}
