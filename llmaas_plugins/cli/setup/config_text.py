@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,14 @@ from llmaas_plugins.cli.switches import switched, switches
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.partial_file import write_bytes
 
-__all__ = ["Settings", "check_ours", "config_text", "write_config", "write_switches"]
+__all__ = [
+    "Settings",
+    "check_ours",
+    "config_text",
+    "names_model",
+    "write_config",
+    "write_switches",
+]
 
 _FIRST = re.compile(r"# Written by `llmaas setup`; sha256 of the lines below: ([0-9a-f]{64})\n")
 
@@ -111,6 +119,20 @@ def check_ours(path: Path) -> None:
             f"{path} exists and was not written by `llmaas setup`, or was changed since. "
             "`-o FILE` writes the configuration elsewhere."
         )
+
+
+def names_model(path: Path, model: Path) -> bool:
+    """Return whether a file is there, and names the file that is loaded in place of a model.
+
+    Raises:
+        StoreError: The file cannot be read.
+    """
+    with as_store_error(f"cannot read {path}"):
+        text = path.read_text("utf-8", "replace") if path.is_file() else ""
+    try:
+        return str(model) in tomllib.loads(text).get("models", {})
+    except (tomllib.TOMLDecodeError, TypeError):
+        return False
 
 
 def write_config(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.cli.setup.config_text import names_model
 from llmaas_plugins.cli.setup.improver import found_improver, improver_lock, set_improver
 from llmaas_plugins.cli.setup.processes import begun
 from llmaas_plugins.cli.setup.running import Run
@@ -49,7 +50,7 @@ def begin_improving(run: Run, args: argparse.Namespace) -> dict[str, Any] | None
 
 
 def improve(run: Run) -> dict[str, float]:
-    """Improve the levels, time and compare them, and switch to them if the configuration is there.
+    """Improve the levels, time and compare them, and switch the model's configuration to them.
 
     Returns:
         The seconds of each step.
@@ -68,8 +69,8 @@ def improve(run: Run) -> dict[str, float]:
         if lock is not None:  # else this process is in the background, and inherited it
             set_improver(lock, os.getpid())
         seconds = run.do(improving_steps(run.job))
-        if not run.config.exists():
-            run.say(f"{run.config} was removed meanwhile, and stays so.")
+        if not names_model(run.config, run.job.model):
+            run.say(f"{run.config} does not name {run.job.model} any more, so it stays as it is.")
             return seconds
         try:
             run.write("searched")

@@ -82,13 +82,16 @@ def test_somebody_who_only_looks_who_has_the_lock_keeps_nothing_from_beginning(r
         timer.join()
 
 
-def test_a_configuration_that_was_removed_meanwhile_stays_so(run, monkeypatch):
+def test_a_configuration_that_was_removed_or_is_of_another_model_stays_so(run, monkeypatch):
     monkeypatch.setattr(Run, "is_done", lambda *_: True)
     written = []
     monkeypatch.setattr(Run, "write", lambda _, table: written.append(table))
-    improving.improve(run)
+    for text in (None, "", "models = 1", '[models."other.gguf"]', "[models"):
+        if text is not None:
+            run.config.write_text(text)
+        improving.improve(run)
     assert written == []
-    run.config.touch()
+    run.config.write_text(f'[models."{run.job.model}"]')
     improving.improve(run)
     assert written == ["searched"]
 
