@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 _MOST_BYTES = 1 << 30
-TUNE_PREFIX = ".tune-"
+TUNE_PREFIX = ".llmaas-tune-"
 """Beginning of the names of the folders that `llmaas tune` makes beside stores, some with copies of
 chats."""
 
@@ -142,7 +143,7 @@ def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
     Args:
         parent: Folder to make it in.
-        prefix: Beginning of its name.
+        prefix: Beginning of its name, as nobody else names folders.
     """
     remove_leftovers(parent, prefix)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
@@ -156,7 +157,9 @@ def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 def remove_leftovers(parent: Path, prefix: str) -> None:
     """Remove the temporary folders that killed processes left; empty ones may be just made."""
-    for folder in parent.glob(f"{prefix}*"):
+    ours = re.compile(re.escape(prefix) + r"\w{8}")
+    found = parent.iterdir() if parent.is_dir() else ()
+    for folder in [one for one in found if ours.fullmatch(one.name)]:
         with contextlib.suppress(OSError):  # it is gone, or another user's
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

@@ -121,7 +121,7 @@ def test_plugins_are_switched_by_what_they_gain(folder, capfd):
 
     config.write_text(changed.replace('store = "kv"', 'store = "kv2"'))
     assert set(tune(capfd, *options)[2]) <= {"kv_chunks", "all"}
-    assert not [path for path in folder.iterdir() if path.name.startswith(".tune-")]
+    assert not [path for path in folder.iterdir() if path.name.startswith(".llmaas-tune-")]
 
 
 def test_a_part_that_fails_leaves_the_others(folder, capfd):

@@ -51,7 +51,7 @@ LEFT = """
 import os, sys
 from pathlib import Path
 from llmaas_plugins.cli.files import locked_folder
-with locked_folder(Path(sys.argv[1]), ".x-") as folder:
+with locked_folder(Path(sys.argv[1]), ".llmaas-x-") as folder:
     (folder / "chats").write_text("texts")
     os.kill(os.getpid(), 9)
 """
@@ -60,9 +60,12 @@ with locked_folder(Path(sys.argv[1]), ".x-") as folder:
 def test_temporary_folders_of_killed_processes_are_removed(tmp_path):
     subprocess.run([sys.executable, "-c", LEFT, str(tmp_path)], check=False)
     (left,) = tmp_path.iterdir()
-    with locked_folder(tmp_path, ".x-") as folder:
+    with locked_folder(tmp_path, ".llmaas-x-") as folder:
         assert [*tmp_path.iterdir()] == [folder] != [left]
         (folder / "chats").write_text("texts")
-        with locked_folder(tmp_path, ".x-") as other:
+        with locked_folder(tmp_path, ".llmaas-x-") as other:
             assert {*tmp_path.iterdir()} == {folder, other}
     assert [*tmp_path.iterdir()] == []
+    (tmp_path / ".llmaas-x-of a user" / "sub").mkdir(parents=True)
+    with locked_folder(tmp_path, ".llmaas-x-"):
+        assert (tmp_path / ".llmaas-x-of a user").exists()
