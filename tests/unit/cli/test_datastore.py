@@ -13,6 +13,7 @@ from commands import error_of
 from damages import files, overwrite
 
 from llmaas_plugins.chats.exports import NO_APP, Message, load_conversations
+from llmaas_plugins.cli.files import TUNE_PREFIX
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.output import counted
 from llmaas_plugins.knn_lm.archive.archive import Archive
@@ -287,8 +288,11 @@ def test_files_that_cannot_be_read_are_named_because_they_stay(run, store):
 
 
 def test_app_can_be_forgotten(run, store):
+    copy = store.with_name(f"{TUNE_PREFIX}abcd_123")  # left by a `llmaas tune` that was killed
+    (copy / "knn").mkdir(parents=True)
     code, found = run("forget", "--app", "mail")
     assert (code, found["n_conversations"], found["n_selected"]) == (0, 2, 5)
+    assert not copy.exists()
     with Archive.open(store, BINDING) as archive:
         assert_holds(archive, [NOTE])
     assert_selected(store, {})
