@@ -8,7 +8,7 @@ the tokens that ``Llama`` recorded. Cells that do hold the recorded tokens are c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -105,8 +105,22 @@ class CellTracker:
         is_closed: Whether the context is being freed.
     """
 
-    def __init__(self, handles: tuple[int, ...], app_n_seq_max: int, app_n_ctx: int) -> None:
-        """Start with no explained tokens and nothing hidden."""
+    def __init__(
+        self,
+        handles: tuple[int, ...],
+        app_n_seq_max: int,
+        app_n_ctx: int,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start with no explained tokens and nothing hidden.
+
+        Args:
+            handles: Addresses of the context and of its memory.
+            app_n_seq_max: Sequences that the app asked for.
+            app_n_ctx: Cells that the app asked for.
+            settle: Function that waits for deferred work on the context.
+        """
+        self._settle = settle
         self.handles = handles
         self.app_n_seq_max = app_n_seq_max
         self.app_n_ctx = app_n_ctx
@@ -314,7 +328,12 @@ class CellTracker:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Treat calls inside the block as a plugin's."""
+        """Treat calls inside the block as a plugin's.
+
+        Deferred work is in such a block, too, on another thread. If both overlapped, the end of one
+        would end the other.
+        """
+        self._settle()
         was_lent = self.is_lent
         try:
             self.is_lent = True

@@ -204,7 +204,9 @@ class Host(forks.Forked):
         """
         memory = llama_cpp.llama_get_memory(ctx)
         handles = (ctx,) if memory is None else (ctx, int(memory))
-        tracker = CellTracker(handles, max(1, app_n_seq_max), self.real_n_ctx(ctx) - n_spare)
+        n_ctx = self.real_n_ctx(ctx) - n_spare
+        settle = functools.partial(self.background.settle, ctx)
+        tracker = CellTracker(handles, max(1, app_n_seq_max), n_ctx, settle)
         tracker.hides = self.real_n_seq_max(ctx) > tracker.app_n_seq_max
         tracker.n_spare = n_spare
         if n_seats:
