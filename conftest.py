@@ -137,6 +137,29 @@ def _fewer_modules() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _chat_templates_once() -> Iterator[None]:
+    """Compile each chat template once. Otherwise each ``Llama`` compiles that of its model."""
+    if "llama_cpp" not in sys.modules:
+        yield
+        return
+    from jinja2.sandbox import ImmutableSandboxedEnvironment as Environment
+
+    compiled: dict[tuple[Any, ...], Any] = {}
+
+    def compile_(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        options = self.trim_blocks, self.lstrip_blocks, *self.extensions, *self.filters
+        key = source, *options, args, *kwargs.items()
+        if key not in compiled:
+            compiled[key] = original(self, source, *args, **kwargs)
+        return compiled[key]
+
+    original = Environment.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Environment, "compile", compile_)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_before() -> Iterator[None]:
     """Put the suite's logger back, which commands with ``-v`` change for their whole process."""

@@ -21,7 +21,7 @@ from llmaas_plugins.elastic.drafting import LevelDrafter
 
 pytestmark = pytest.mark.usefixtures("drafts_always")
 
-N = 40
+N = 28
 PROMPT = "User: I want to fly to Rome next Monday.\nAssistant:"
 OTHER = "User: What is the weather like?\nAssistant:"
 SETTINGS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "n_ubatch": 1}

@@ -20,7 +20,7 @@ from llmaas_plugins.memory import recent
 
 pytestmark = pytest.mark.usefixtures("drafts_always")
 
-N = 60
+N = 40
 PROMPT = "User: I want to fly to Rome next Monday.\nAssistant:"
 SETTINGS = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
 ONE_BY_ONE = {"n_ubatch": 1}
