@@ -7,12 +7,14 @@ that come while it starts, a preloaded library, variables that are read by impor
 
 Each worker of the tests has its own server, which starts with the first process and ends with the
 worker. It has no threads, and it has not used llama.cpp. The processes end as others do: the
-interpreter waits for threads, calls what is registered with ``atexit`` and frees its modules.
+interpreter waits for threads, calls what is registered with ``atexit`` and frees its modules, but
+for those of other projects and of Python: to free these would copy all of their pages.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -29,7 +31,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 from types import ModuleType
 
-COMMANDS = ("datastore", "demo", "doctor", "elastic", "flash", "plugins", "run", "serve", "store")
+COMMANDS = (
+    *("datastore", "deadlines", "demo", "doctor", "elastic", "flash", "plugins", "prompts", "run"),
+    *("serve", "setup", "store", "tune"),
+)
 MODULES = (
     "llama_cpp",
     "llmaas_plugins.activation",
@@ -45,7 +50,9 @@ SERVER_MODULES = (
     "uvicorn.lifespan.on",
     "uvicorn.loops.auto",
 )
+OWN = ("llmaas_", "llama_cpp", "__main__")
 _MOST_BYTES = 1 << 20
+_kept = []
 
 
 class Process(subprocess.Popen):
@@ -150,7 +157,9 @@ def main(fd):
     """Serve until the other end of the connection is closed. A forked process becomes its job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal
     del sys.path[0]  # the folder of this file
+    atexit.register(_keep_modules)  # the first one is called last
     _import()
+    _kept.extend(name for name in sys.modules if not name.startswith(OWN))
     assert len(list(Path("/proc/self/task").iterdir())) == 1  # a fork has no other threads
     gc.collect()
     gc.freeze()  # collections in the forked processes would copy all pages
@@ -167,6 +176,12 @@ def _import():
     has_server = "llmaas_plugins.server.upstream" in sys.modules
     for name in (*MODULES, *(SERVER_MODULES if has_server else ())):
         importlib.import_module(name)
+
+
+def _keep_modules():
+    """Take modules from the interpreter, which would free them at its end."""
+    modules = [sys.modules.pop(name, None) for name in _kept]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
 
 
 def _serve(connection):

@@ -140,8 +140,9 @@ def test_words_and_punctuation_are_no_runs(open_vocabulary):
         "abc;",
         "/path/to-1",
     ):
-        check_text(llama, (text * 5000).encode())
-        assert llama.tokenize((text * 5000).encode(), add_bos=False)
+        long = text * (20_000 // len(text))  # a run would end before
+        check_text(llama, long.encode())
+        assert llama.tokenize(long.encode(), add_bos=False)
 
 
 def test_breaks_count_with_the_marks_before_them(open_vocabulary):
@@ -167,7 +168,7 @@ def test_spaces_that_would_end_the_process_are_refused(open_vocabulary):
 def test_numbers_that_would_take_too_long_are_refused(open_vocabulary):
     fields = {"tokenizer_pre": "superbpe", "token_merges": ["a b"]}
     llama = open_vocabulary("gpt2", byte_tokens(), [TokenType.NORMAL] * 256, **fields)
-    for text in (b"1" * 2000, b"1234567890 " * 10_000):
+    for text in (b"1" * 2000, b"1234567890 " * 2000):
         check_text(llama, text)
         assert llama.tokenize(text, add_bos=False)
     for text in (b"1" * 2100, (b"1" * 500 + b" ") * 20):

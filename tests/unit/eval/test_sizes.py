@@ -34,14 +34,20 @@ def written(path, shape, file_type="Q4_0", activity=REFERENCE):
     return path
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return a model of the small shape that is not quantized."""
+    shape = Shape(n_layer=8, n_embd=256, n_head=4, n_head_kv=2, n_ff=512, n_ctx=512)
+    path = tmp_path_factory.mktemp("whole") / "f16.gguf"
+    return write_random_model(path, shape, GGMLQuantizationType.F16)
+
+
 @pytest.mark.parametrize("file_type", FILE_TYPES)
-def test_types_are_those_that_the_quantizer_chooses_for_a_whole_model(tmp_path, file_type):
-    source, path = tmp_path / "f16.gguf", tmp_path / "quantized.gguf"
-    whole = Shape(n_layer=8, n_embd=256, n_head=4, n_head_kv=2, n_ff=512, n_ctx=512)
-    write_random_model(source, whole, GGMLQuantizationType.F16)
+def test_types_are_those_that_the_quantizer_chooses_for_a_whole_model(tmp_path, whole, file_type):
+    path = tmp_path / "quantized.gguf"
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = FILE_TYPES[file_type]
-    run_quantizer(source, path, params)
+    run_quantizer(whole, path, params)
     expected = {name: tensor.type for name, tensor in read_header(path).tensors.items()}
     assert tensor_types(SMALL, N_VOCAB, file_type) == expected
 
