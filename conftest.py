@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
 import logging
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +22,7 @@ os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # an abort must not start a deb
 for _name in [name for name in os.environ if name.startswith("LLMAAS_PLUGINS")]:
     del os.environ[_name]  # your settings must not affect the tests
 os.environ["LLMAAS_CONFIG"] = ""  # your configuration file must not either
+os.environ["LANGUAGE"] = "C"  # nor your language, for which each parser would look for files
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "tests" / "data" / "dist"
@@ -107,56 +106,16 @@ def _own_digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fewer_modules() -> Iterator[None]:
-    """Let activations search fewer modules for llama_cpp's functions that were imported by name.
-
-    The clients and all tests are 3500 modules, for which each of thousands of activations would
-    need 20 ms. Those that have no such function when the first test begins are not searched again.
-    """
+def _quicker() -> Iterator[None]:
+    """Let what thousands of tests do again take less time (``tests/support/quicker.py``)."""
     if "llama_cpp" not in sys.modules:
         yield
         return
-    from llmaas_patches import patcher, table
-
-    targets = [patch.target for patch in table.PATCHES if patch.applies]
-    originals = {id(inspect.getattr_static(*patcher.resolve(target))) for target in targets}
-    others = {
-        name: module
-        for name, module in sys.modules.items()
-        if originals.isdisjoint(map(id, getattr(module, "__dict__", {}).values()))
-    }
-
-    class Searched:
-        @staticmethod
-        def values() -> list[Any]:
-            found = sys.modules.items()
-            return [module for name, module in found if others.get(name) is not module]
+    from quicker import changes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patcher, "sys", SimpleNamespace(modules=Searched))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _chat_templates_once() -> Iterator[None]:
-    """Compile each chat template once. Otherwise each ``Llama`` compiles that of its model."""
-    if "llama_cpp" not in sys.modules:
-        yield
-        return
-    from jinja2.sandbox import ImmutableSandboxedEnvironment as Environment
-
-    compiled: dict[tuple[Any, ...], Any] = {}
-
-    def compile_(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        options = self.trim_blocks, self.lstrip_blocks, *self.extensions, *self.filters
-        key = source, *options, args, *kwargs.items()
-        if key not in compiled:
-            compiled[key] = original(self, source, *args, **kwargs)
-        return compiled[key]
-
-    original = Environment.compile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Environment, "compile", compile_)
+        for owner, name, replacement in changes():
+            patch.setattr(owner, name, replacement, raising=False)
         yield
 
 
