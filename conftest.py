@@ -119,6 +119,13 @@ def _quicker() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _families(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Give the folder for models that are copied."""
+    if "families" in sys.modules:
+        sys.modules["families"].folder = tmp_path_factory.mktemp("families")
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_before() -> Iterator[None]:
     """Put the suite's logger back, which commands with ``-v`` change for their whole process."""

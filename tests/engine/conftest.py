@@ -10,9 +10,10 @@ import pytest
 from batches import CONTEXT
 from channel_claims import calibrated
 from claiming import Claimer, created, loaded, native
+from families import write_family
 from gguf import GGMLQuantizationType, GGUFReader
 
-from llmaas_eval.families import FAMILIES, Family, write_family, write_lora
+from llmaas_eval.families import FAMILIES, Family, write_lora
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.channels import open_channels, write_channels
 from llmaas_plugins.model.quantize import quantize

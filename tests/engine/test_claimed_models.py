@@ -21,10 +21,10 @@ from claiming import (
     opened,
     vanilla,
 )
+from families import write_family
 from matrices import DOWN, UP, zeroed
 from rewritten_models import write_split
 
-from llmaas_eval.families import write_family
 from llmaas_hooks import WeightClaim, hookimpl
 
 # -- several models and contexts --------------------------------------------------------------

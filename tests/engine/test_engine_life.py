@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from families import write_family
 from gguf import GGMLQuantizationType
 from soak import scale
 
-from llmaas_eval.families import write_family, write_lora
+from llmaas_eval.families import write_lora
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitize"  # build folder of native/tests/run.sh

@@ -6,10 +6,10 @@ import contextlib
 import itertools
 
 import pytest
+from families import write_family
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from llmaas_eval.families import write_family
 from llmaas_hooks import PluginError, Proposal, hookimpl
 
 PROMPT = [1, 400, 401, 402, 403, 404]

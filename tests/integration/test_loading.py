@@ -7,10 +7,11 @@ import os
 import shutil
 
 import pytest
+from families import write_family
 from llama_cpp import Llama, llama_cpp
 from rewritten_models import write_split
 
-from llmaas_eval.families import write_family, write_lora
+from llmaas_eval.families import write_lora
 from llmaas_hooks import FileStamp, hookimpl
 
 

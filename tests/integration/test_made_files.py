@@ -6,9 +6,10 @@ import logging
 import sys
 
 import pytest
+from families import write_family
 from llama_cpp import Llama, _utils
 
-from llmaas_eval.families import write_family, write_lora
+from llmaas_eval.families import write_lora
 from llmaas_hooks import ConfigError, hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins.cli.doctor.diagnosis import diagnose

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import llama_cpp
 import pytest
+from families import write_family
 from llama_cpp import Llama
 from llama_cpp import llama_cpp as bindings
 from rewritten_models import ORIGINAL_CONTEXT, write_longrope
 
-from llmaas_eval.families import write_family, write_lora
+from llmaas_eval.families import write_lora
 from llmaas_hooks import StoreError
 from llmaas_plugins.knn_lm.build.encoder import _with_same_factors
 from llmaas_plugins.model import identity as model_identity

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
+from families import write_family
 
-from llmaas_eval.families import write_family, write_lora
+from llmaas_eval.families import write_lora
 
 
 @pytest.fixture(scope="session")

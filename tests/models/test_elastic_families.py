@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from elastic_models import logits_of, scores_of, shuffled, write
+from families import write_family
 from gguf import GGMLQuantizationType
 
-from llmaas_eval.families import FAMILIES, write_family
+from llmaas_eval.families import FAMILIES
 from llmaas_hooks import ConfigError
 from llmaas_plugins.elastic import units
 from llmaas_plugins.elastic.prepared_file import restore, write_reordered

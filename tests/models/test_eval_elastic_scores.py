@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from families import write_family
 from gguf import GGMLQuantizationType
 
 from llmaas_eval.elastic import scores
-from llmaas_eval.families import write_family
 from llmaas_plugins.elastic.units import blocks_of
 
 WINDOWS = np.random.default_rng(0).integers(3, 4000, (2, 24))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from families import write_family
 from gguf import GGMLQuantizationType as Type
 
-from llmaas_eval.families import write_family
 from llmaas_plugins.cli.main import main
 
 

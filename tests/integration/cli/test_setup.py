@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from families import write_family
 from served import wait_until
 
 from llmaas_eval.data import packaged_chats
-from llmaas_eval.families import write_family
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.setup import extents, processes
 from llmaas_plugins.elastic.metadata import read_elastic

@@ -9,6 +9,7 @@ import sys
 import fork_server
 import numpy as np
 import pytest
+from families import write_family
 from flash_apps import run
 from leveled import TENTHS, Recorder, answered, report
 from matrices import zeroed
@@ -16,7 +17,7 @@ from preparing import prepare
 from restoring import lose
 from switching import ENDINGS, OTHER, PROMPT, ask
 
-from llmaas_eval.families import write_family, write_lora
+from llmaas_eval.families import write_lora
 from llmaas_eval.models import SHAPE_TINY, write_random_model
 from llmaas_hooks import ConfigError, PluginError, WeightClaim, hookimpl
 from llmaas_plugins import activate, elastic

@@ -8,9 +8,9 @@ import llama_cpp
 import numpy as np
 import pytest
 from claiming import created, decode, loaded, native
+from families import write_family
 from watching import Watch, values_of
 
-from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights import calibration

@@ -7,10 +7,11 @@ import re
 
 import pytest
 from claiming import created, loaded
+from families import write_family
 from gguf import GGMLQuantizationType
 from llama_cpp import llama_cpp as raw
 
-from llmaas_eval.families import FAMILIES, write_family
+from llmaas_eval.families import FAMILIES
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.model_sizes import metadata_of, sizes_of
 

@@ -7,10 +7,11 @@ import math
 
 import numpy as np
 import pytest
+from families import write_family
 from llama_cpp import Llama
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-from llmaas_eval.families import write_family, write_lora
+from llmaas_eval.families import write_lora
 from llmaas_hooks import LlmaasError, hookimpl
 from llmaas_plugins import activate
 from llmaas_plugins._native import LogitsInfo
@@ -27,8 +28,7 @@ from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
 KEYS = ["ffn_input", "final_norm"]
 ENGINE = {"n_ctx": 512, "flash_attn": True, "logits_all": True}
-HALF = 2.0**-11
-"""Relative error of float16."""
+HALF = 2.0**-11  # relative error of float16
 
 DISHES = ("soup", "rice", "fish", "salad", "cake", "bread", "pasta", "curry", "stew", "pizza")
 PLACES = ("Rome", "Oslo", "Lima", "Cairo", "Delhi", "Paris", "Tokyo", "Quito", "Seoul", "Berlin")

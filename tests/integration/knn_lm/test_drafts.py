@@ -14,10 +14,10 @@ import weakref
 import numpy as np
 import pytest
 from drafting import attach, measured_costs
+from families import write_family
 from llama_cpp import Llama, LlamaGrammar, llama_speculative
 from soak import scale
 
-from llmaas_eval.families import write_family
 from llmaas_plugins.knn_lm.drafts.draft_model import DatastoreDraft
 
 PROMPTS = (

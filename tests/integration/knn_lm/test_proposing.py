@@ -21,7 +21,7 @@ from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.segments import Binding
 from llmaas_plugins.service import LLMService
 
-N = 24
+N = 16
 ONE_BY_ONE = {"n_ubatch": 1}  # uses the same kernels for every batch
 
 

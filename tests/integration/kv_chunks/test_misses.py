@@ -9,11 +9,10 @@ import gguf
 import llama_cpp
 import numpy as np
 import pytest
+from families import write_family
 from llama_cpp import Llama
 from rewritten_models import ORIGINAL_CONTEXT, write_longrope, write_split
 from talks import CHAT, FOREIGN, ask, report
-
-from llmaas_eval.families import write_family
 
 # -- misses -------------------------------------------------------------------------------------
 

@@ -210,9 +210,8 @@ def test_a_restore_that_is_cut_off_leaves_no_cells(make, patched):
 @pytest.mark.parametrize("name", ["gemma3", "phi3"])
 def test_models_with_two_kinds_of_cells(name, make, parks, tmp_path):
     """A sliding window has no room for parked contexts; everything else works as usual."""
+    from families import write_family
     from switching import Conversation
-
-    from llmaas_eval.families import write_family
 
     conversation = Conversation(write_family(name, tmp_path / "model.gguf"))
     answer, expected = conversation.vanilla()

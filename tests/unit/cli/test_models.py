@@ -18,7 +18,7 @@ from llmaas_plugins.files import digest_cache
 from llmaas_plugins.model import digest
 from llmaas_plugins.model.digest import file_digest
 
-N_BYTES = 96 << 20
+N_BYTES = 48 << 20
 
 
 class Bar:

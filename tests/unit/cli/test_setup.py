@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from families import write_family
 from gguf import GGUFWriter
 
-from llmaas_eval.families import write_family
 from llmaas_eval.models import finish, open_writer
 from llmaas_hooks import ConfigError, Levels, Limit, Promise, StoreError
 from llmaas_plugins.cli.main import main

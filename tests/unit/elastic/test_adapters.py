@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from damages import flip
 from elastic_models import adapters_of, elastic_of, logits_of, scores_of, shuffled, write
+from families import write_family
 from gguf import GGMLQuantizationType
 
-from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError, FileStamp, LlmaasError, StoreError
 from llmaas_hooks.native.low_rank import MAX_RANK, LowRank
 from llmaas_plugins._native import crc32c

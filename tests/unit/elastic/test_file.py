@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from damages import FOREIGN, ODD, each, flip
 from elastic_models import elastic_of, scores_of, shuffled, write
+from families import write_family
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmaas_eval.families import write_family
 from llmaas_hooks import ConfigError, LlmaasError, StoreError
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.elastic.metadata import PREFIX, Source, order_in, read_elastic

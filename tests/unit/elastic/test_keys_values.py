@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from elastic_models import adapters_of, elastic_of, scores_of, shuffled, write
+from families import write_family
 from gguf import GGMLQuantizationType
 
-from llmaas_eval.families import write_family
 from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import ConfigError, WeightClaim
 from llmaas_plugins.elastic.adapters import read_adapters, write_adapters

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from damages import FOREIGN, NO_FILES, each, flip
 from elastic_models import shuffled, write
+from families import write_family
 from forking import in_child
 from rewritten_models import write_split
 
-from llmaas_eval.families import write_family
 from llmaas_hooks import StoreError
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.elastic.prepared_file import replace_metadata

@@ -10,11 +10,11 @@ import signal
 
 import llama_cpp
 import pytest
+from families import write_family
 from gguf import GGMLQuantizationType, GGUFReader
 from llama_cpp import Llama
 from soak import scale
 
-from llmaas_eval.families import write_family
 from llmaas_eval.models import SHAPE_TINY, write_random_model
 from llmaas_hooks import ConfigError, LlmaasError
 from llmaas_plugins.model.quantize import WEIGHTS, quantize

@@ -156,11 +156,12 @@ def test_scripts_are_javascript(name):
 
 @needs_node
 def test_a_scrape_is_parsed():
-    assert run("figures.value(metrics, 'process_resident_memory_bytes')") == 1e8
-    assert run("figures.value(metrics, 'no_such')") == 0
-    assert run("metrics.get('odd')[0].labels") == {"key": 'a "b" \\ \n}', "other": "c"}
-    assert run("metrics.get('odd')[0].value > 1e300")
-    assert run("metrics.size") == len({line.split("{")[0].split(" ")[0] for line in _samples()})
+    values = "...['process_resident_memory_bytes', 'no_such'].map(n => figures.value(metrics, n))"
+    odd = "metrics.get('odd')[0].labels, metrics.get('odd')[0].value > 1e300"
+    resident, missing, labels, is_large, n = run(f"[{values}, {odd}, metrics.size]")
+    assert (resident, missing, is_large) == (1e8, 0, True)
+    assert labels == {"key": 'a "b" \\ \n}', "other": "c"}
+    assert n == len({line.split("{")[0].split(" ")[0] for line in _samples()})
 
 
 def _samples():
@@ -188,15 +189,18 @@ def test_promises_and_levels():
 @needs_node
 def test_speeds():
     sample = "{time: 5, counters: figures.counters(metrics)}"
-    assert run(f"figures.speeds([{sample}])") == {"writing": 7, "firstTokenS": 0.25}
     later = (
         "{time: 15, counters: {generated: 51, firsts: 3, decodeS: 6, firstS: 1, prompt: 1100, "
         "reused: 300}}"
     )
-    assert run(f"figures.speeds([{sample}, {later}])") == {"writing": 10, "firstTokenS": 0.5}
-    assert run(f"figures.rates([{sample}, {later}])") == {"written": 2.1, "read": 5}
     early = "{time: -40, counters: {generated: 0, prompt: 0, reused: 0}}"
-    assert run(f"figures.rates([{early}, {sample}, {later}])")["written"] == 2.1
+    speeds = f"figures.speeds([{sample}]), figures.speeds([{sample}, {later}])"
+    rates = f"figures.rates([{sample}, {later}]), figures.rates([{early}, {sample}, {later}])"
+    first, second, found, longer = run(f"[{speeds}, {rates}]")
+    assert first == {"writing": 7, "firstTokenS": 0.25}
+    assert second == {"writing": 10, "firstTokenS": 0.5}
+    assert found == {"written": 2.1, "read": 5}
+    assert longer["written"] == 2.1
 
 
 @needs_node

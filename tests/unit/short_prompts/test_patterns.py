@@ -65,10 +65,10 @@ def test_empty_matches_count_for_nothing():
 @pytest.mark.parametrize("text", TAKEN)
 @pytest.mark.parametrize("piece", ["a", "1", "AB-", "1.", "(", "abc"])
 def test_expressions_take_linear_time_on_any_text(text, piece):
-    pattern, hostile = Pattern(text), piece * (200_000 // len(piece))
+    pattern, hostile = Pattern(text), piece * (50_000 // len(piece))
     started = time.perf_counter()
     assert sum(1 for _ in pattern.spans(hostile)) <= 2 * len(hostile)
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 2
 
 
 def test_text_that_there_is_no_time_for_counts_as_matched(monkeypatch):

@@ -9,10 +9,11 @@ import re
 
 import pytest
 from datastores import ENGINE, QUESTIONS, stored
+from families import write_family
 from knn_stores import FIRST, QUESTION, anywhere, ask, begin, report
 from llama_cpp import Llama
 
-from llmaas_eval.families import write_family, write_lora
+from llmaas_eval.families import write_lora
 from llmaas_hooks import PluginError, StoreError
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.datastore.datastore import Datastore

@@ -10,12 +10,12 @@ import weakref
 
 import pytest
 from datastores import CONVERSATIONS, ENGINE, MIXTURE, QUESTIONS, Natives, stored
+from families import write_family
 from knn_stores import QUESTION, anywhere, ask, report
 from llama_cpp import Llama, llama_cpp
 from served import wait_until
 from soak import scale
 
-from llmaas_eval.families import write_family
 from llmaas_hooks import PluginError
 from llmaas_plugins import activate, without
 from llmaas_plugins.knn_lm.archive.archive import Archive
