@@ -11,7 +11,17 @@ import sys
 import llama_cpp
 import numpy as np
 import pytest
-from claiming import Claimer, claimed, decode, evaluate, in_a_process, native, opened, vanilla
+from claiming import (
+    Claimer,
+    claimed,
+    decode,
+    evaluate,
+    in_a_process,
+    native,
+    opened,
+    vanilla,
+    vanilla_once,
+)
 from gguf import GGMLQuantizationType, GGUFReader
 from matrices import COLUMNS, CUT, DOWN, ROWS, TYPES, columns_of, zeroed
 
@@ -26,7 +36,7 @@ LOAD_MODES = ("NONE", "MMAP", "DIRECT_IO")
 def test_a_tile_of_all_columns_is_the_weight_as_ggml_would_keep_it(family, name, weights):
     path = family(name, weights)
     found = claimed(path, WeightClaim(COLUMNS[name][0], source="tiles"), use_extra_bufts=True)
-    assert np.array_equal(found, vanilla(path, use_extra_bufts=True))
+    assert np.array_equal(found, vanilla_once(path, use_extra_bufts=True))
 
 
 @pytest.mark.parametrize(("name", "weights"), CUT)
@@ -55,7 +65,7 @@ def test_what_is_read_from_the_file_is_what_was_in_memory(family, name, weights)
     path = family(name, weights)
     pattern = f"{ROWS[name][0]}|{COLUMNS[name][0]}"
     found = claimed(path, WeightClaim(pattern, source="file"), use_extra_bufts=False)
-    assert np.array_equal(found, vanilla(path, use_extra_bufts=False))
+    assert np.array_equal(found, vanilla_once(path, use_extra_bufts=False))
 
 
 @pytest.mark.parametrize("weights", ["F16", "Q8_0", "Q4_0", "Q4_K"])
@@ -88,7 +98,7 @@ def test_sources_work_however_the_file_is_loaded(family, source, load_mode):
     mode = getattr(llama_cpp, f"LLAMA_LOAD_MODE_{load_mode}")
     settings = {"load_mode": mode, "use_extra_bufts": source == "tiles"}
     found = claimed(path, WeightClaim(DOWN, source=source), **settings)
-    assert np.array_equal(found, vanilla(path, **settings))
+    assert np.array_equal(found, vanilla_once(path, **settings))
 
 
 # -- weights that stay in the file ------------------------------------------------------------

@@ -8,7 +8,7 @@ import threading
 from served import completion, completion_text
 
 PROMPTS = ("Once upon a time", "The dog", "My sister and I", "In a small house", "A king")
-GREEDY = {"temperature": 0.0, "repeat_penalty": 1.0, "max_tokens": 40}
+GREEDY = {"temperature": 0.0, "repeat_penalty": 1.0, "max_tokens": 24}
 
 
 def streamed(server, body):

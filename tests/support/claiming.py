@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 from pathlib import Path
@@ -141,6 +142,12 @@ def vanilla(path, **settings):
     """Return the logits of the model at ``path`` in stock llama.cpp."""
     with opened(path, **settings) as ctx:
         return evaluate(ctx)
+
+
+@functools.cache
+def vanilla_once(path, **settings):
+    """Return what ``vanilla`` returns for a model that no test changes."""
+    return vanilla(path, **settings)
 
 
 def claimed(path, *claims, level=0, **settings):
