@@ -100,8 +100,7 @@ def forget_conversations(
             evidence.erase()
     erased = archive.forget(ids)
     freed = before - _n_bytes(directory)
-    n_erased = erased.n_conversations + n_waiting
-    left = tuple(map(str, unread))
+    n_erased, left = erased.n_conversations + n_waiting, tuple(map(str, unread))
     return ForgetResult(n_erased, erased.n_pairs, n_selected, freed, left)
 
 

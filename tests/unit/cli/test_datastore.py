@@ -12,7 +12,7 @@ from archived import BINDING, assert_holds, fill, record, record_id, select
 from commands import error_of
 from damages import files, overwrite
 
-from llmaas_plugins.chats.exports import NO_APP, Message, load_conversations
+from llmaas_plugins.chats.exports import Message, load_conversations
 from llmaas_plugins.cli.files import TUNE_PREFIX
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.output import counted
@@ -276,17 +276,6 @@ def test_what_waits_to_be_learned_is_forgotten_too(run, store):
     assert not is_anywhere(store, MAIL)
 
 
-def test_files_that_cannot_be_read_are_named_because_they_stay(run, store):
-    (store / "inbox").mkdir()
-    paths = [store / "inbox" / name for name in ("a.json.refused", "b.jsonl")]
-    for path in paths:
-        path.write_text("no chats\n")
-    assert run("forget", hex_id(LONG))[1]["unread"] == [*map(str, paths)]
-    text = run("forget", hex_id(MAIL), form=None)[1]
-    assert all(f"{path} is no chat export" in text for path in paths)
-    assert all(path.exists() for path in paths)
-
-
 def test_app_can_be_forgotten(run, store):
     copy = store.with_name(f"{TUNE_PREFIX}abcd_123")  # left by a `llmaas tune` that was killed
     (copy / "knn").mkdir(parents=True)
@@ -299,33 +288,6 @@ def test_app_can_be_forgotten(run, store):
     code, message = run("forget", "--app", "mail")
     assert code == 2
     assert "no conversation of app 'mail'; nothing was changed. Known apps: notes." in message
-
-
-def test_an_app_may_have_the_name_that_stands_for_none(run, store):
-    own = record(1, app=NO_APP)
-    nobodys = replace(own, conversation=replace(own.conversation, is_shared=True))
-    assert record_id(own) != record_id(nobodys)
-    fill(store, [nobodys])
-    code, message = run("forget", "--app", NO_APP)
-    assert code == 2
-    assert "Known apps: mail, notes. `--no-app` forgets those that name none." in message
-    fill(store, [own])
-    found = run("stats")[1]
-    assert (found["apps"][NO_APP], found["without_app"]) == (1, 1)
-    assert "mail: 2, notes: 1, chat: 1, none: 1\n" in run("stats", form=None)[1]
-    assert [row["app"] for row in run("inspect")[1]["conversations"]][3:] == [None, NO_APP]
-    assert run("inspect", form=None)[1].splitlines()[4].split()[2] == "-"
-    said = own.conversation.messages
-    for app in (NO_APP, None):
-        remember(store, said, title="waits", app=app)
-    assert run("forget", "--app", NO_APP)[1]["n_conversations"] == 2
-    (left,) = waiting_files(store)
-    assert load_conversations(left)[0].is_shared
-    with Archive.open(store, BINDING) as archive:
-        assert_holds(archive, [*RECORDS, nobodys])
-    assert run("forget", "--no-app")[1]["n_conversations"] == 2
-    code, message = run("forget", "--no-app")
-    assert "no conversation that names no app; nothing was changed. Known apps: mail" in message
 
 
 def test_everything_can_be_forgotten(run, store):

@@ -6,13 +6,14 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from archived import BINDING, assert_holds, fill, record, record_id, select
 
 from llmaas_hooks import StoreError
-from llmaas_plugins.chats.exports import load_conversations
+from llmaas_plugins.chats.exports import NO_APP, load_conversations
 from llmaas_plugins.cli.interrupts import Stopped
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.knn_lm.archive.archive import Archive
@@ -126,6 +127,56 @@ def test_killed_while_a_chat_was_being_remembered(store, tmp_path):
     for left in copies:
         assert forget(left) == 0
         assert not found_in(left, one)
+
+
+@pytest.fixture
+def run(capsys, tmp_path):
+    """Return a function that runs an action on two chats; it returns the report, or the error."""
+    store = tmp_path / "store"
+    fill(store, [GONE[0], STAYS[0]])
+
+    def run(action, *args, form="--json"):
+        code = main(["datastore", action, *filter(None, [form]), "--store", str(store), *args])
+        found = capsys.readouterr()
+        return found.err if code else json.loads(found.out) if form else found.out
+
+    return run, store
+
+
+def test_an_app_may_have_the_name_that_stands_for_none(run):
+    run, store = run
+    own = record(7, app=NO_APP)
+    nobodys = replace(own, conversation=replace(own.conversation, is_shared=True))
+    assert record_id(own) != record_id(nobodys)
+    fill(store, [nobodys])
+    found = run("forget", "--app", NO_APP)
+    assert "Known apps: mail, notes. `--no-app` forgets those that name none." in found
+    fill(store, [own])
+    found = run("stats")
+    assert (found["apps"][NO_APP], found["without_app"]) == (1, 1)
+    assert "chat: 1, none: 1\n" in run("stats", form=None)
+    assert [row["app"] for row in run("inspect")["conversations"]][2:] == [None, NO_APP]
+    assert run("inspect", form=None).splitlines()[3].split()[2] == "-"
+    for app in (NO_APP, None):
+        remember(store, own.conversation.messages, title="waits", app=app)
+    assert run("forget", "--app", NO_APP)["n_conversations"] == 2
+    (left,) = waiting_files(store)
+    assert load_conversations(left)[0].is_shared
+    with Archive.open(store, BINDING) as archive:
+        assert_holds(archive, [GONE[0], STAYS[0], nobodys])
+    assert run("forget", "--no-app")["n_conversations"] == 2
+    assert "no conversation that names no app; nothing was changed" in run("forget", "--no-app")
+
+
+def test_files_that_cannot_be_read_are_named_because_they_stay(run):
+    run, store = run
+    (store / "inbox").mkdir()
+    paths = [store / "inbox" / name for name in ("a.json.refused", "b.jsonl")]
+    for path in paths:
+        path.write_text("no chats\n")
+    assert run("forget", "--app", "mail")["unread"] == [*map(str, paths)]
+    text = run("forget", "--app", "notes", form=None)
+    assert all(f"{path} is no chat export" in text and path.exists() for path in paths)
 
 
 @pytest.mark.parametrize(("limit", "most"), [("_MOST_FILES", 2), ("_MOST_BYTES", 300)])
