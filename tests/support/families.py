@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType
 from llmaas_eval import families
 
 _made = {}
-folder = None  # set before the first test
+folder = None  # set before the first test, so import this at the top of a file
 
 
 def write_family(name, path, *, seed=0, weights=GGMLQuantizationType.Q8_0):

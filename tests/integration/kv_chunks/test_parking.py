@@ -13,6 +13,7 @@ import itertools
 import llama_cpp
 import numpy as np
 import pytest
+from families import write_family
 from interrupting import Interruption
 from parks import Parks
 from switching import ENDINGS, OTHER, PROMPT, SYSTEM, ask
@@ -210,7 +211,6 @@ def test_a_restore_that_is_cut_off_leaves_no_cells(make, patched):
 @pytest.mark.parametrize("name", ["gemma3", "phi3"])
 def test_models_with_two_kinds_of_cells(name, make, parks, tmp_path):
     """A sliding window has no room for parked contexts; everything else works as usual."""
-    from families import write_family
     from switching import Conversation
 
     conversation = Conversation(write_family(name, tmp_path / "model.gguf"))
