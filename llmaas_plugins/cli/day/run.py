@@ -36,7 +36,7 @@ from llmaas_plugins.cli.day.trace import (
     order_of,
     talks_from,
 )
-from llmaas_plugins.cli.day.worker import Called, Side, Usage, serve
+from llmaas_plugins.cli.day.worker import N_TIMED, Called, Side, Usage, serve
 from llmaas_plugins.cli.output import duration_text, progress_bar, size_text
 from llmaas_plugins.config import load_config
 from llmaas_plugins.demo.run import kv_bytes_per_token, own_folder
@@ -176,7 +176,7 @@ class _Run:
             lengths[call.context] = len(call.prompt) + len(call.answer)
         contexts_bytes = cell_bytes * sum(lengths.values())
         shared = int(options.share * (model_bytes + contexts_bytes))
-        llama = self._llama(max(lengths.values()))
+        llama = self._llama(max(len(one.prompt) + max(len(one.answer), N_TIMED) for one in calls))
         systems = systems_of(files.left_out)
         self._begin("the pace of the whole model in vanilla llama.cpp", 2)
         pace = self._pace(files, llama, calls)

@@ -25,9 +25,11 @@ from llmaas_plugins.machine import peak_bytes
 if TYPE_CHECKING:
     from llmaas_plugins.demo.systems import Recompute
 
-__all__ = ["Called", "Side", "Usage", "serve"]
+__all__ = ["N_TIMED", "Called", "Side", "Usage", "serve"]
 
-_REPEATS, _N_FURTHER = 3, 12
+N_TIMED = 13
+"""Tokens that are led to after each prompt of ``pace``: the first one, and those that are timed."""
+_REPEATS = 3
 _COLD_BYTES = 64 << 20
 
 
@@ -163,10 +165,10 @@ class _System:
     def _timed(self, tokens: Sequence[int]) -> tuple[float, float]:
         self._llama.reset()
         np.zeros(_COLD_BYTES, np.uint8).fill(1)  # between calls, others use the processor's caches
-        answer = [int(tokens[0])] * (1 + _N_FURTHER)
+        answer = [int(tokens[0])] * N_TIMED
         started = time.perf_counter()
         times, _ = self._led(Call("", -1, tokens, answer))
-        return times[0] - started, (times[-1] - times[0]) / _N_FURTHER
+        return times[0] - started, (times[-1] - times[0]) / (N_TIMED - 1)
 
     def _led(self, call: Call) -> tuple[list[float], _Guide]:
         """Lead through a reply; return the time of each token."""
