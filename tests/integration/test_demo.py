@@ -15,8 +15,11 @@ from xml.etree import ElementTree as ET
 import fork_server
 import pytest
 from commands import mistake
+from forked_commands import fork_children
 from outputs import made
 
+from llmaas_plugins.cli.given_text import conversation_files
+from llmaas_plugins.cli.main import main
 from llmaas_plugins.reference_model import reference_model_path
 
 COMMAND = [sys.executable, "-m", "llmaas_plugins.cli.main", "demo"]
@@ -47,26 +50,42 @@ def work(tmp_path):
     return folder
 
 
-def run(work, environ, *options):
-    return fork_server.run(
-        [*COMMAND, *options],
-        cwd=work,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+@pytest.fixture
+def demo(work, environ, monkeypatch, capfd):
+    """Return a function that runs the command here; it returns its output and its messages."""
+    fork_children(monkeypatch)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, environ[name])
+    monkeypatch.chdir(work)
+
+    def run(*options):
+        capfd.readouterr()
+        assert main(["demo", *options]) == 0
+        return capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def talks(tmp_path):
+    """Return an export with the packaged conversations of two apps."""
+    path = tmp_path / "talks.jsonl"
+    with path.open("w") as file:
+        for packaged in conversation_files():
+            if packaged.stem in {"chat", "ui_agent"}:
+                file.write(packaged.read_text().splitlines()[-1] + "\n")
+    return path
 
 
 @pytest.mark.slow
-def test_the_packaged_day(work, environ):
-    options = ["--calls", "8", "--tokens", "6", "--json", "day.json", "--plot", "day.svg"]
-    done = run(work, environ, *options)
-    assert done.returncode == 0, done.stderr
+def test_a_day_of_the_packaged_model(work, environ, demo, talks):
+    """The next test has the packaged day's six contexts, with fewer systems."""
+    options = ["--calls", "4", "--tokens", "6", "--json", "day.json", "--plot", "day.svg"]
+    printed, _ = demo(*options, "--data", str(talks), "--threads", "1")
     assert sorted(path.name for path in work.iterdir()) == ["day.json", "day.svg"]
     assert list(Path(environ["HOME"]).iterdir()) == []
     found = json.loads((work / "day.json").read_text())
-    assert (found["n_calls"], len(found["calls"]), found["left_out"]) == (8, 8, {})
+    assert (found["n_calls"], len(found["calls"]), found["left_out"]) == (4, 4, {})
     systems = found["systems"]
     assert list(systems) == SYSTEMS
     assert [row[0].strip("*") for row in made("demo-day", found)] == SYSTEMS
@@ -84,19 +103,16 @@ def test_the_packaged_day(work, environ):
     svg = ET.fromstring((work / "day.svg").read_text())
     said = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert set(SYSTEMS) < set(said)
-    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    rows = [line.split("  ")[0] for line in printed.splitlines()]
     assert [row for row in rows if row in SYSTEMS] == 2 * SYSTEMS  # the table and the bars
-    assert "All plugins together do the same work" in done.stdout
+    assert "All plugins together do the same work" in printed
 
 
 @pytest.mark.slow
-def test_a_model_that_nothing_was_made_for(work, environ):
-    shutil.copyfile(reference_model_path(), work / "your.gguf")
-    done = run(
-        work, environ, "--model", "your.gguf", "--calls", "4", "--tokens", "3", "--json", "-"
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)  # the table goes to stderr
+def test_a_model_that_nothing_was_made_for(light_model, work, demo):
+    shutil.copyfile(light_model, work / "your.gguf")
+    printed, _ = demo("--model", "your.gguf", "--calls", "4", "--tokens", "3", "--json", "-")
+    found = json.loads(printed)  # the table goes to stderr
     assert list(found["systems"]) == [*SYSTEMS[:3], SYSTEMS[-1]]
     assert list(found["left_out"]) == ["elastic", "flash_weights", "knn_lm"]
     assert all("; `llmaas setup your.gguf" in reason for reason in found["left_out"].values())

@@ -222,10 +222,12 @@ def _become(job):
     os.environ.update(job["environ"])
     sys.stdout.reconfigure(line_buffering=bool(os.environ.get("PYTHONUNBUFFERED")))
     sys.modules["__main__"] = module = ModuleType("__main__")
-    how, what, *sys.argv[1:] = job["command"]
+    is_safe = job["command"][0] == "-P"  # without the current folder among the paths
+    how, what, *sys.argv[1:] = job["command"][is_safe:]
     sys.orig_argv = [sys.executable, *job["command"]]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [job["cwd"] if how == "-m" else "", *filter(None, paths)]
+    own = [] if is_safe else [job["cwd"] if how == "-m" else ""]
+    sys.path[:0] = [*own, *filter(None, paths)]
     if how == "-m":
         runpy._run_module_as_main(what)  # what the interpreter itself calls for `-m`
     else:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from families import write_family
+from forked_commands import fork_children
 from served import wait_until
 
 from llmaas_eval.data import packaged_chats
@@ -22,8 +23,9 @@ from llmaas_plugins.model.digest import file_digest
 
 pytestmark = pytest.mark.slow
 
-QUICK = "--skip", "profile", "learn"
-SKIPPED = "--skip", "learn"
+
+QUICK = "--skip", "profile", "learn", "recover", "words"
+SKIPPED = "--skip", "learn", "words"  # tests/train learns them
 APP = """
 import json
 from llama_cpp import Llama
@@ -41,6 +43,10 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("GGML_NO_BACKTRACE", "1")
     monkeypatch.setattr(extents, "_TOKENS", (1, 1))  # adapters cannot be learned from so few
+    monkeypatch.setattr(extents, "_MOST_WORK", 1e10)  # less is done, as for a large model
+    monkeypatch.setattr(extents, "_FEW_LENGTHS", (32, 64))
+    monkeypatch.setattr(extents, "_REQUESTS", (20, 96))
+    fork_children(monkeypatch)
     for name in ("LLMAAS_CONFIG", "LLMAAS_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     work = tmp_path / "work"
@@ -71,7 +77,7 @@ def test_from_a_model_to_an_app_with_all_plugins(folder, capfd, monkeypatch):
     assert status == 0
     assert [*folder.iterdir()] == [folder / "model.gguf"]
     assert all(step["estimated_s"] > 0 and not step["is_done"] for step in report["steps"])
-    assert "3. profile: measure how long each level takes, about" in said
+    assert "3. profile: measure how long each level takes with prompts of 32 and 64" in said
 
     status, report, said = setup(capfd, *options)
     assert status == 0

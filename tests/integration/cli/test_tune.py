@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from forked_commands import fork_children
 
 from llmaas_eval.data import packaged_chats
 from llmaas_plugins.cli.main import main
@@ -51,6 +52,7 @@ def folder(tmp_path, monkeypatch, prepared):
     monkeypatch.setattr(bench.Bench.pieces, "__defaults__", (bench.LEAST_ROUNDS,))
     monkeypatch.setattr(restores, "_LENGTHS", SHORT)
     monkeypatch.setattr(datastore, "_MOST_PIECES", 12)
+    fork_children(monkeypatch)
     work = tmp_path / "work"
     shutil.copytree(prepared, work)
     monkeypatch.chdir(work)
@@ -152,7 +154,7 @@ def test_wrong_weights_are_noticed(folder, capfd):
 
     packed = folder / "model.elastic.packed"
     content = bytearray(packed.read_bytes())
-    content[len(content) // 2 :: 64] = bytes(len(content[len(content) // 2 :: 64]))
+    content[len(content) // 2 :: 8] = bytes(len(content[len(content) // 2 :: 8]))
     packed.write_bytes(content)
     status, report, _ = tune(capfd)
     assert (status, verdicts(report)) == (1, {"flash_weights": "broken"})
