@@ -13,7 +13,7 @@ from llmaas_hooks import LlmaasError
 from llmaas_hooks.discovery import load_plugin
 from llmaas_plugins.cli.doctor.findings import Finding
 from llmaas_plugins.cli.output import size_text
-from llmaas_plugins.config import validated
+from llmaas_plugins.config import load_config, validated
 from llmaas_plugins.files.store_lock import user
 from llmaas_plugins.kv_chunks.store.store_files import FILES, LOCK
 from llmaas_plugins.machine import available_bytes, resident_bytes, room
@@ -50,15 +50,14 @@ def say_problems(config: Config) -> None:
             _log.warning("%s: %s; %s", finding.name, finding.problem, finding.next_step)
 
 
-def store_user(config: Config) -> str | None:
-    """Return the process that holds the store of contexts; None if none is known."""
-    if "kv_chunks" not in config.enabled():
-        return None
+def store_user(path: Path) -> str | None:
+    """Return the process that holds a configuration's store of contexts; None if none is known."""
     with contextlib.suppress(LlmaasError):
-        settings: Any = validated(
-            "kv_chunks", load_plugin("kv_chunks").Config, config.plugins["kv_chunks"]
-        )
-        return user(settings.store.expanduser() / LOCK, FILES)
+        config = load_config(str(path))
+        if "kv_chunks" in config.enabled():
+            kind, table = load_plugin("kv_chunks").Config, config.plugins["kv_chunks"]
+            settings: Any = validated("kv_chunks", kind, table)
+            return user(settings.store.expanduser() / LOCK, FILES)
     return None
 
 

@@ -27,7 +27,6 @@ from llmaas_plugins.cli.setup.improving import begin_improving, improve
 from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.running import Run
 from llmaas_plugins.cli.setup.steps import STEPS, Job, improving_steps
-from llmaas_plugins.config import load_config
 from llmaas_plugins.files.json_text import parse_json
 from llmaas_plugins.machine import (
     available_bytes,
@@ -204,7 +203,7 @@ def _set_up(args: argparse.Namespace, job: Job, path: Path) -> int:
         check_room("setup", estimates.disk_bytes, job.made)
     report["seconds"] = run.all()
     status, report["doctor"] = _doctor(args, job, path)
-    if status and (who := store_user(load_config(str(path)))) is not None:
+    if status and (who := store_user(path)) is not None:
         _say(
             f"All is made, but the store of contexts is in use by {who}, so kv_chunks could not be "
             "tried. Stop that process, then repeat the command."
