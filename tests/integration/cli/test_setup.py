@@ -17,7 +17,7 @@ from served import wait_until
 
 from llmaas_eval.data import packaged_chats
 from llmaas_plugins.cli.main import main
-from llmaas_plugins.cli.setup import extents, processes
+from llmaas_plugins.cli.setup import extents, processes, steps
 from llmaas_plugins.elastic.metadata import read_elastic
 from llmaas_plugins.model.digest import file_digest
 
@@ -55,6 +55,13 @@ def folder(tmp_path, monkeypatch):
     return work
 
 
+@pytest.fixture
+def short_text(monkeypatch):
+    """Let levels be prepared with a short text. A process in the background would not know it."""
+    prepare = steps._prepare
+    monkeypatch.setattr(steps, "_prepare", lambda job: (*prepare(job), "--tokens", "512"))
+
+
 def setup(capfd, *options):
     """Run the command; return its exit status, its report and what it said."""
     capfd.readouterr()
@@ -70,6 +77,7 @@ def run_app(folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.usefixtures("short_text")
 def test_from_a_model_to_an_app_with_all_plugins(folder, capfd, monkeypatch):
     write_family("llama", folder / "model.gguf")
     options = "--chats", str(packaged_chats()[0]), "--memory", "60%", "--no-improve"
@@ -134,6 +142,7 @@ def architecture(folder):
     return done.stdout.strip()
 
 
+@pytest.mark.usefixtures("short_text")
 def test_another_model_at_the_same_path_is_set_up_anew(folder, capfd):
     """An update, and back: the prepared file is always that of the model that is there."""
     for family in ("llama", "qwen3", "llama"):
@@ -145,6 +154,7 @@ def test_another_model_at_the_same_path_is_set_up_anew(folder, capfd):
     assert (folder / "llmaas.toml").read_text().count("[models.") == 1
 
 
+@pytest.mark.usefixtures("short_text")
 def test_settings_of_the_user_do_not_change_what_is_made(folder, capfd, monkeypatch):
     write_family("llama", folder / "model.gguf")
     home = folder.parent / "home" / ".config" / "llmaas"
