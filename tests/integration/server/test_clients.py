@@ -121,7 +121,7 @@ def test_a_client_that_never_reads(server, app, kind):
 def test_a_client_that_reads_slowly_is_served_to_the_end(server, app):
     context = app.new_context()
     path, body = request_of("stream", context)
-    with raw(server, path, body | {"max_tokens": 600}) as connection:
+    with raw(server, path, body | {"max_tokens": 300}) as connection:
         received = b""
         while b"event: done" not in received:
             received += connection.recv(2000)

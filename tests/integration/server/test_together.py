@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import signal
 import socket
@@ -16,6 +15,7 @@ import urllib.request
 import pytest
 from batched import GREEDY, PROMPTS, at_once, batches, one_by_one, streamed
 from served import ENDLESS, LONG_N_CTX, completion, completion_text, drain, serving, wait_until
+from soak import scale
 
 pytest.importorskip("fastapi")
 
@@ -32,6 +32,8 @@ store = "kv"
 parked_tokens = {parked}
 """
 LONG = ENDLESS | {"max_tokens": 600}
+AWHILE = ENDLESS | {"max_tokens": 250}
+"""Long enough that other calls come and go meanwhile, and all of it is awaited."""
 
 
 def together(folder, most=4, codec="int8", parked=0, timeout_s=30, **engine):
@@ -42,13 +44,20 @@ def together(folder, most=4, codec="int8", parked=0, timeout_s=30, **engine):
 
 FEW = (completion_text, "int8", 0), (streamed, "tolerance", 4096)
 """Each option once; tests of other combinations are slow."""
+PAIRS = (
+    *FEW,
+    *((completion_text, "tolerance", 4096), (streamed, "int8", 0)),
+    *((completion_text, "int8", 4096), (streamed, "tolerance", 0)),
+)
+"""Each two options together."""
+ALL = (*PAIRS, (completion_text, "tolerance", 0), (streamed, "int8", 4096))
 
 
 @pytest.mark.parametrize(
     ("ask", "codec", "parked"),
     [
-        pytest.param(*one, marks=() if one in FEW else pytest.mark.slow)
-        for one in itertools.product([completion_text, streamed], ["int8", "tolerance"], [0, 4096])
+        pytest.param(*one, marks=() if one in FEW else (pytest.mark.slow, pytest.mark.soak))
+        for one in scale(PAIRS, ALL)
     ],
 )
 def test_answers_are_those_of_calls_alone(tmp_path, codec, parked, ask):
@@ -141,7 +150,7 @@ def test_a_client_that_leaves(tmp_path):
             with completion(server, LONG | {"prompt": PROMPTS[1], "stream": True}) as leaving:
                 assert leaving.readline().startswith(b"data: ")
                 others = threading.Thread(
-                    target=completion_text, args=(server, LONG | {"prompt": PROMPTS[2]})
+                    target=completion_text, args=(server, AWHILE | {"prompt": PROMPTS[2]})
                 )
                 others.start()
                 assert leaving.readline() is not None
@@ -213,7 +222,7 @@ def test_calls_with_promises_go_first(tmp_path):
             assert at_once(*[lambda: completion_text(server, soon)] * 3) == [alone] * 3
         server.wait_until_idle()
         long = [
-            threading.Thread(target=completion_text, args=(server, LONG | {"prompt": p}))
+            threading.Thread(target=completion_text, args=(server, AWHILE | {"prompt": p}))
             for p in PROMPTS
         ]
         for thread in long:
