@@ -11,8 +11,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from flash_models import tensors_of
+from gguf import GGMLQuantizationType
 
 from llmaas_eval.data import packaged_documents
+from llmaas_eval.families import write_family
 from llmaas_plugins import activate
 from llmaas_plugins.cli import files
 from llmaas_plugins.cli.flash import distill as flash_distill
@@ -40,22 +42,42 @@ def _short_windows(monkeypatch):
     monkeypatch.setattr(flash_distill, "learning_windows", short)
 
 
-@pytest.fixture(scope="module")
-def original(reference_model, tmp_path_factory):
-    """Return a copy of the packaged model with its channel file, and a text beside it."""
-    path = tmp_path_factory.mktemp("distill") / "model.gguf"
-    shutil.copy(reference_model, path)
+def packed(path):
+    """Write a text and a channel file beside a model."""
     path.with_suffix(".txt").write_text("\n".join(packaged_documents())[:9000])
     text = str(path.with_suffix(".txt"))
     assert main(["flash", "pack", "--sparse", "--text", text, str(path)]) == 0
     return path
 
 
+def copied(original, folder):
+    for suffix in (".gguf", ".txt", ".packed", ".channels"):
+        shutil.copy(original.with_suffix(suffix), folder / f"model{suffix}")
+    return folder / "model.gguf"
+
+
+@pytest.fixture(scope="module")
+def original(reference_model, tmp_path_factory):
+    """Return a copy of the packaged model with its channel file, and a text beside it."""
+    path = tmp_path_factory.mktemp("distill") / "model.gguf"
+    return packed(shutil.copy(reference_model, path))
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory):
+    """Return a small random model with the same files beside it."""
+    path = tmp_path_factory.mktemp("noise") / "model.gguf"
+    return packed(write_family("llama", path, weights=GGMLQuantizationType.Q8_0))
+
+
 @pytest.fixture
 def model(original, tmp_path):
-    for suffix in (".gguf", ".txt", ".packed", ".channels"):
-        shutil.copy(original.with_suffix(suffix), tmp_path / f"model{suffix}")
-    return tmp_path / "model.gguf"
+    return copied(original, tmp_path)
+
+
+@pytest.fixture
+def small(noise, tmp_path):
+    return copied(noise, tmp_path)
 
 
 def logits(path, mode, tokens, sparsity=SPARSITY):
@@ -160,9 +182,9 @@ class Bar:
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_learned_and_the_file(model, monkeypatch, capfd):
-    folder, text = model.with_name("model.channels.distill"), model.with_suffix(".txt")
-    before = channel_path(model).read_bytes()
+def test_ctrl_c_keeps_what_was_learned_and_the_file(small, monkeypatch, capfd):
+    folder, text = small.with_name("model.channels.distill"), small.with_suffix(".txt")
+    before = channel_path(small).read_bytes()
     learning = [Bar(3), Bar()]
     monkeypatch.setattr(
         flash_distill,
@@ -170,14 +192,14 @@ def test_ctrl_c_keeps_what_was_learned_and_the_file(model, monkeypatch, capfd):
         lambda what, *_: learning.pop(0) if what == "learning" else Bar(),
     )
     again = learning[1]
-    command = ["flash", "distill", str(model), "--tokens", "2048", "--text", str(text)]
+    command = ["flash", "distill", str(small), "--tokens", "2048", "--text", str(text)]
     capfd.readouterr()
     assert main(command) == 130
     printed, said = capfd.readouterr()
     assert said == f"llmaas: stopped; progress is kept in {folder}; the same command goes on\n"
     assert printed.startswith("device: ")
     assert "time: about" in printed
-    assert channel_path(model).read_bytes() == before
+    assert channel_path(small).read_bytes() == before
     monkeypatch.setattr(flash_distill, "shares_on", lambda *_: pytest.fail("measured again"))
     assert main(command) == 0
     assert again.seen[0] == 2 * again.seen[1]  # two steps were done before Ctrl-C
@@ -186,15 +208,15 @@ def test_ctrl_c_keeps_what_was_learned_and_the_file(model, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_matrices_that_are_no_better_are_not_written(model, monkeypatch, capfd):
+def test_matrices_that_are_no_better_are_not_written(small, monkeypatch, capfd):
     from llmaas_plugins.training import distillation
 
     monkeypatch.setattr(distillation, "is_better", lambda *_: False)
-    before, text = channel_path(model).read_bytes(), model.with_suffix(".txt")
-    command = ["flash", "distill", str(model), "--tokens", "2048", "--text", str(text)]
+    before, text = channel_path(small).read_bytes(), small.with_suffix(".txt")
+    command = ["flash", "distill", str(small), "--tokens", "2048", "--text", str(text)]
     assert main(command) == 0
     assert "nothing was written: the distilled matrices are no better" in capfd.readouterr().out
-    assert channel_path(model).read_bytes() == before
+    assert channel_path(small).read_bytes() == before
 
 
 def test_too_little_memory_is_said_first(model, monkeypatch, capfd):

@@ -248,7 +248,7 @@ def test_calls_with_promises_share_batches_that_keep_them(tmp_path, tpot, shares
         body = GREEDY | {"prompt": PROMPTS[0], "max_tokens": 40}
         alone = completion_text(server, body)
         others = [
-            threading.Thread(target=completion_text, args=(server, LONG | {"prompt": prompt}))
+            threading.Thread(target=completion_text, args=(server, AWHILE | {"prompt": prompt}))
             for prompt in PROMPTS[1:3]
         ]
         for thread in others:
@@ -262,6 +262,7 @@ def test_calls_with_promises_share_batches_that_keep_them(tmp_path, tpot, shares
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("parked", [0, 2048])
 def test_interrupted_calls_and_calls_aside_keep_their_own_cells(tmp_path, parked):
     """Calls with promises are interrupted while others lie aside, and those interrupt them.
@@ -280,7 +281,7 @@ def test_interrupted_calls_and_calls_aside_keep_their_own_cells(tmp_path, parked
     ]
     with serving(tmp_path, config=config, n_ctx=LONG_N_CTX) as server:
         alone = [completion_text(server, body) for body in bodies]
-        for _ in range(3):
+        for _ in range(scale(2, 10)):
             found = at_once(*[functools.partial(completion_text, server, body) for body in bodies])
             for body, answer, expected in zip(bodies, found, alone, strict=True):
                 assert answer == expected or "slo" in body
