@@ -278,11 +278,11 @@ def test_closure_is_the_share_of_the_gap_that_is_won_back():
 
 @pytest.mark.slow
 def test_distillation_wins_back_part_of_what_sparsity_costs(student, operands, windows):
-    texts = recovery.Texts(windows[:-12], windows[-12:])
+    texts = recovery.Texts(windows[:-8], windows[-8:])
     judged = RECIPE.judged
     before = distillation.judge(student, texts.held_out, N_PROMPT, judged)
     assert not distillation.is_better(before, before)
-    recipe = replace(RECIPE, n_tokens=40 * 4 * N, n_rows=4, rate=3e-4)
+    recipe = replace(RECIPE, n_tokens=24 * 4 * N, n_rows=4, rate=3e-4)
     distillation.distill(student, texts.training, recipe)
     after = distillation.judge(student, texts.held_out, N_PROMPT, judged)
     assert distillation.is_better(before, after)
