@@ -8,9 +8,11 @@ import typing
 
 import pytest
 from datastores import ENGINE, stored
+from gguf import GGMLQuantizationType
 from llama_cpp import Llama
 from pydantic import ByteSize
 
+from llmaas_eval.models import Shape, write_random_model
 from llmaas_hooks import BudgetError, ConfigError, PluginError
 from llmaas_plugins import activate, load_config
 from llmaas_plugins.config import ServiceConfig, validated
@@ -124,9 +126,17 @@ def live(plugins, model, service=None):
         assert suite.status()["errors"] == {}
 
 
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """Return a model with so small cells that as many fit into memory as can be asked for."""
+    shape = Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=1, n_ff=64, n_ctx=1024)
+    path = tmp_path_factory.mktemp("narrow") / "model.gguf"
+    return write_random_model(path, shape, GGMLQuantizationType.Q8_0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "values"), LIVES)
-def test_accepted_numbers_serve_an_engine(name, values, reference_model, tmp_path):
+def test_accepted_numbers_serve_an_engine(name, values, reference_model, narrow, tmp_path):
     if name == "service":
         plugins = {"kv_chunks": {"store": str(tmp_path / "kv")}}
         live(plugins, reference_model, ServiceConfig(state_dir=tmp_path / "state", **values))
@@ -136,7 +146,8 @@ def test_accepted_numbers_serve_an_engine(name, values, reference_model, tmp_pat
         stored(reference_model).write(store)
         values = {"learn": True, "drafts": True} | values
     has_store = "store" in MODELS[name].model_fields
-    live({name: ({"store": str(store)} if has_store else {}) | values}, reference_model)
+    model = narrow if name == "kv_chunks" else reference_model
+    live({name: ({"store": str(store)} if has_store else {}) | values}, model)
 
 
 @pytest.mark.parametrize("value", accepted("kv_chunks", "ram_budget"))
