@@ -60,9 +60,9 @@ def _data(self):
 
 
 def _set_data(self, mapped):
-    """Slice the file as a plain array.
+    """Slice a file that is only read as a plain array.
 
     A reader of the packaged model takes slices for each token of the vocabulary: as memory maps,
     they would need 200 ms, which is three times as much.
     """
-    self._plain = np.asarray(mapped)
+    self._plain = mapped if mapped.flags.writeable else np.asarray(mapped)
