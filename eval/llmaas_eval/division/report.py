@@ -45,8 +45,8 @@ def _times(outputs: Sequence[Output]) -> Table:
                 name,
                 "divided while running" if share is None else percent(share),
                 number(float(np.median(seconds[share])), 1),
-                between(median_interval(seconds[share] / best), 2),
-                "" if even is None else between(median_interval(even / seconds[share]), 2),
+                _ratio(seconds[share] / best),
+                "" if even is None else _ratio(even / seconds[share]),
                 number(max(row["peak_bytes"] for row in mine) / _MIB, 0),
                 number(mine[0]["budget"] / _MIB, 0),
                 str(max(moves)) if moves else "",
@@ -67,6 +67,11 @@ def _by_share(rows: Iterable[Row]) -> dict[float | None, list[Row]]:
 def _seconds(runs: Sequence[Row]) -> NDArray[np.float64]:
     """Return the time of all requests of each run; shape ``(n_rounds,)``."""
     return np.array([sum(run["turn_s"]) for run in runs])
+
+
+def _ratio(values: NDArray[np.float64]) -> str:
+    """Return the median of all rounds' ratios; a single one has no interval."""
+    return number(values[0], 2) if len(values) == 1 else between(median_interval(values), 2)
 
 
 TABLES: Mapping[str, Maker] = {"memory-division": _times}
