@@ -228,6 +228,7 @@ class FlashWeights:
     @hookimpl
     def llmaas_request_end(self, request: Request) -> None:
         """Compute exactly after the request."""
+        self._residency.end(request.engine.ctx)
         self._answers.end(request)
 
     @hookimpl

@@ -126,6 +126,7 @@ class Residency:
                         model.weights.set_memory(0, 0)
                     del self._models[address]
                 else:
+                    model.began = None
                     del model.contexts[ctx]
 
     def begin(self, ctx: int) -> None:
@@ -133,6 +134,12 @@ class Residency:
         for model in list(self._models.values()):
             if ctx in model.growth:
                 model.began = process_memory.beside_others()
+
+    def end(self, ctx: int) -> None:
+        """Expect nothing more of a request that is over, even if it was stopped in that batch."""
+        for model in list(self._models.values()):
+            if ctx in model.contexts:
+                model.began = None
 
     def decoded(self, ctx: int, n_tokens: int) -> None:
         """Count a batch, and adjust to the memory that is left."""

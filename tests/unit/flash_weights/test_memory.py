@@ -148,6 +148,23 @@ class Context:
         return 0
 
 
+def test_memory_that_the_app_takes_after_a_stopped_first_batch_is_the_apps(monkeypatch):
+    monkeypatch.setattr(process_memory, "_limits", set())
+    monkeypatch.setattr(process_memory, "_users", set())
+    process = 40 * MIB
+    for module in (process_memory, residency):
+        monkeypatch.setattr(module, "resident_bytes", lambda: process)
+    found = residency.Residency(400 * MIB, arena=8 * MIB)
+    found.add(Context(Weights()), growth=30 * MIB, beside=20 * MIB)
+    room = found.room()
+    found.begin(Context.ctx)
+    process += 10 * MIB
+    assert found.room() == room
+    found.end(Context.ctx)  # Ctrl-C, before the batch was counted
+    process += 25 * MIB
+    assert found.room() == room - 35 * MIB
+
+
 def test_what_a_first_batch_takes_is_counted_once(monkeypatch):
     monkeypatch.setattr(process_memory, "_limits", set())
     monkeypatch.setattr(process_memory, "_users", set())
