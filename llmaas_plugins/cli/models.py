@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "add_model_action",
     "as_loaded",
     "check_file",
+    "context_length",
     "evaluator_of",
     "identified",
     "opening",
@@ -150,6 +151,10 @@ def trained_context(model: Path) -> int | None:
     """
     from llmaas_plugins.model.gguf_header import read_outline
 
-    fields = read_outline(model).fields
+    return context_length(read_outline(model).fields)
+
+
+def context_length(fields: Mapping[str, object]) -> int | None:
+    """Return the context length that a model was trained with, by its fields; None if unknown."""
     found = fields.get(f"{fields.get('general.architecture')}.context_length")
     return found if isinstance(found, int) and found > 0 else None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from llmaas_hooks import ConfigError
 from llmaas_hooks.discovery import suggest
 from llmaas_plugins.cli.doctor.resources import say_problems
-from llmaas_plugins.cli.models import check_file, trained_context
+from llmaas_plugins.cli.models import check_file, context_length
 from llmaas_plugins.cli.options import add_config_option, unrecognized
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.config import (
@@ -262,12 +262,12 @@ def _check_context(model: Any) -> None:
     is_on_gpu = model.n_gpu_layers and model.offload_kqv and llama_cpp.llama_supports_gpu_offload()
     if is_on_gpu or model.hf_model_repo_id is not None:
         return  # the cells are in other memory, or nobody knows yet how large they are
-    path, has = Path(model.model), total_bytes()
-    trained = trained_context(path) or 0
+    outline, has = read_outline(Path(model.model)), total_bytes()
+    trained = context_length(outline.fields) or 0
     n_ctx, f16 = model.n_ctx or trained, llama_cpp.GGML_TYPE_F16
     kinds = {name: getattr(model, name) for name in ("type_k", "type_v")}
     cell = cell_bytes(SimpleNamespace(**{k: f16 if v is None else v for k, v in kinds.items()}))
-    needs = int(n_ctx * cell / 2 * values_in_cells(read_outline(path).shapes))
+    needs = int(n_ctx * cell / 2 * values_in_cells(outline.shapes))
     if needs > has:
         raise ConfigError(
             f"--n_ctx {model.n_ctx}: the cells of {n_ctx:,} tokens need {size_text(needs)}, and "

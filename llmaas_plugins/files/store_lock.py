@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from llmaas_hooks import StoreError
 from llmaas_plugins.files.private_files import PrivateFiles
 
-__all__ = ["holder", "lock", "readers", "try_lock", "unlock", "user"]
+__all__ = ["folder_lock", "holder", "lock", "readers", "try_lock", "unlock", "user"]
 
 _MOST_BYTES = 400
 _SECRET = re.compile(r"(--[\w-]*(?:key|password|secret|token)[= ])\S+")
@@ -59,6 +61,21 @@ def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path, how: int = fcntl.LOCK_EX) -> Iterator[bool]:
+    """Hold a lock on a folder meanwhile, shared or exclusive; yield whether it was obtained."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    is_held = True
+    try:
+        try:
+            fcntl.flock(fd, how)
+        except OSError:  # another process has it, or the file system has no locks
+            is_held = False
+        yield is_held
+    finally:
+        os.close(fd)
 
 
 def unlock(fd: int) -> None:

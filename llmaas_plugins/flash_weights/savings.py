@@ -62,15 +62,20 @@ class WeightSavings:
 
     def saved_s(self, n_bytes: int) -> float:
         """Return the seconds saved a second by each byte that tokens use, of ``n_bytes`` in all."""
-        stalled_s, missed, passed, _ = self._sums.now()
+        passed = self._sums.now()[_PASSED]
+        return float(self._wait_s(n_bytes) * passed / max(1, n_bytes) / TIME_S)
+
+    def prompt_saved_s(self, n_bytes: int, prompts: int) -> float:
+        """Return the same for each byte that only prompts use, of ``prompts`` beside the others."""
+        prompted = self._sums.now()[_PROMPTED]
+        return float(self._wait_s(n_bytes) * prompted / max(1, prompts) / TIME_S)
+
+    def _wait_s(self, n_bytes: int) -> float:
+        """Return the wait for a byte that is not kept, measured or remembered."""
+        stalled_s, missed, *_ = self._sums.now()
         if missed > n_bytes / 100:  # otherwise nearly everything was kept, and says nothing
             self._byte_s = stalled_s / missed
-        return float(self._byte_s * passed / max(1, n_bytes) / TIME_S)
-
-    def prompt_saved_s(self, n_bytes: int) -> float:
-        """Return the same for each byte that only prompts use; ``saved_s`` must be called first."""
-        *_, prompted = self._sums.now()
-        return float(self._byte_s * prompted / max(1, n_bytes) / TIME_S)
+        return self._byte_s
 
     def claims(
         self, models: Sequence[Mapping[str, int]], lent: int, resize: Callable[[int], None]
@@ -100,10 +105,12 @@ class WeightSavings:
         held = beyond - lent + total("prompt_kept_bytes")
         points: tuple[tuple[int, float], ...] = ((0, 0.0),)
         if self._is_known:
-            saved = most * self.saved_s(total("bytes"))
+            n_bytes = total("bytes")
+            saved = most * self.saved_s(n_bytes)
             points += ((most, saved),)
             if prompts:
-                points += ((most + prompts, saved + prompts * self.prompt_saved_s(prompts)),)
+                more = prompts * self.prompt_saved_s(n_bytes, prompts)
+                points += ((most + prompts, saved + more),)
         most += prompts
         why = "each pass through the weights need not wait for them"
         needed = total("arena_bytes") + total("passing_bytes") + kept - beyond

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -15,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.partial_file import write_bytes
+from llmaas_plugins.files.store_lock import folder_lock
 from llmaas_plugins.model.digest import file_digest
 from llmaas_plugins.validation import validate_json
 
@@ -103,7 +101,8 @@ class MadeBefore:
             StoreError: The file cannot be read, or the list cannot be written.
         """
         digest = file_digest(path)  # which may take long
-        with _locked(self._path.parent):  # runs for other models write to the list, too
+        folder = self._path.parent
+        with as_store_error(f"cannot open {folder}"), folder_lock(folder):  # other runs write, too
             self._digests = self._found() | {str(path): digest}
             _write(self._path, _Made(version=1, digests=self._digests))
 
@@ -135,18 +134,6 @@ def _read(path: Path, kind: type[_Content]) -> _Content | None:
         return validate_json(kind, path.read_bytes())
     except (OSError, ValidationError):
         return None
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in such a block."""
-    with as_store_error(f"cannot open {folder}"):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _write(path: Path, content: BaseModel) -> None:

@@ -7,7 +7,6 @@ valid export.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import itertools
 import json
@@ -17,12 +16,13 @@ import signal
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.chats.exports import NO_APP, Conversation, Message, load_conversations
+from llmaas_plugins.files.store_lock import folder_lock
 from llmaas_plugins.knn_lm.archive.files import (
     DROPPED,
     FILES,
@@ -180,7 +180,7 @@ def _row(one: Conversation) -> dict[str, object]:
 def _write(directory: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     path = directory / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.jsonl"
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    with _held(directory, fcntl.LOCK_SH):
+    with folder_lock(directory, fcntl.LOCK_SH):
         write_atomic(path, [line.encode(errors="replace") for line in lines])
     return path
 
@@ -189,28 +189,13 @@ def _leftovers(directory: Path) -> list[Path]:
     """Return files that were not completely written or erased."""
     if not directory.is_dir():
         return []
-    with _held(directory, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_alone:
+    with folder_lock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_alone:
         return [
             path
             for path in directory.iterdir()
             if (path.suffix == DROPPED and Path(path.stem).suffix in _ENDINGS)
             or (path.suffix == PARTIAL and _OWN.fullmatch(path.stem) and is_alone)
         ]
-
-
-@contextlib.contextmanager
-def _held(directory: Path, how: int) -> Iterator[bool]:
-    """Hold a lock on the inbox meanwhile, shared or exclusive; yield whether it was obtained."""
-    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    is_held = True
-    try:
-        try:
-            fcntl.flock(fd, how)
-        except OSError:  # another process writes, or the file system has no locks
-            is_held = False
-        yield is_held
-    finally:
-        os.close(fd)
 
 
 def waiting_files(store: Path) -> list[Path]:
