@@ -75,9 +75,10 @@ def require(budget: int, process: int, needed: int, n_ctx: int | None = None) ->
 
 
 def shares(budget: int, others: int, models: Sequence[Needs]) -> list[int]:
-    """Return the bytes of weights that each model may keep, in proportion to its size.
+    """Return the bytes that each model may take for kept weights and growth.
 
-    Weights that only prompts use come after all others, of all models.
+    Weights are kept in proportion to a model's size. Those that only prompts use come after all
+    others, of all models.
 
     Args:
         budget: Memory of the process.
@@ -103,7 +104,7 @@ def shares(budget: int, others: int, models: Sequence[Needs]) -> list[int]:
     left = room - sum(_space(one, low) for one in models)
     wanted = sum(one.prompts for one in models)
     share = min(1.0, max(0, left) / wanted) if wanted and low >= 1 else 0.0
-    return [min(_space(one, low), one.n_bytes) + int(share * one.prompts) for one in models]
+    return [_space(one, low) + int(share * one.prompts) for one in models]
 
 
 def _space(model: Needs, share: float) -> int:

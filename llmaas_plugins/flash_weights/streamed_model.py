@@ -27,7 +27,7 @@ class StreamedModel:
         beside: Other bytes that such a context will take at its first batch.
         began: Bytes of the process, without what others hold, when the request with the first batch
             began; None before, and when that batch has ended.
-        kept: Bytes of weights that the model may keep.
+        kept: Bytes that the model may take for kept weights and growth.
         is_late: Whether the model still keeps more, because it was computing.
         seen: Figures when the model was last looked at. They are not refreshed while it computes,
             because that would wait.
@@ -81,7 +81,8 @@ class StreamedModel:
     def foreseen(self, arena: int) -> int:
         """Return the bytes that the first batch may take, of weights and of all else."""
         kept = self.seen["kept_bytes"] + self.seen["prompt_kept_bytes"]
-        weights = max(0, self.kept - kept)
+        most = self.seen["bytes"] + self.seen["prompt_bytes"]
+        weights = max(0, min(self.kept, most) - kept)
         weights += max(0, arena - self.seen["arena_bytes"])
         return weights + self.growth_bytes + sum(self.beside.values())
 

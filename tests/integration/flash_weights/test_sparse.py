@@ -208,6 +208,28 @@ print(json.dumps([expected, found, kept[29], kept[40], kept[99]]))
     assert after == pytest.approx(before, rel=0.05)
 
 
+def test_prompts_read_nothing_again_where_memory_suffices(sparse):
+    """The compute memory of a prompt, which answers give back, takes no kept weights."""
+    script = """
+suite, llama = app(resident_bytes() + 300 * MIB, mode="sparse", arena=4 * MIB)
+llama.close()
+llama = Llama(path, n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False)
+def figures():
+    return streamed(suite)["models"][0]
+found = []
+for _ in range(4):
+    llama.reset()
+    before = figures()
+    llama.eval([300 + i % 2000 for i in range(400)])
+    found.append([figures()["read_bytes"] - before["read_bytes"], before["prompt_bytes"]])
+    for _ in zip(range(4), llama.generate([1, 2, 3], temp=0.0, reset=False)): pass
+print(json.dumps(found))
+"""
+    first, *_, (read_bytes, prompt_bytes) = run(sparse, script, is_packed=True)
+    assert first[0] > prompt_bytes / 2
+    assert read_bytes < 500 * 4096 < prompt_bytes / 3  # the embeddings of 400 tokens, each a page
+
+
 @pytest.mark.slow
 def test_a_second_context_and_one_after_the_first(opened):
     from llama_cpp import Llama

@@ -24,7 +24,7 @@ def needs(n_bytes, least=0, passing=8, growth=0):
 
 
 def shared(budget, others, *models):
-    """Return the MiB that each model keeps of a budget beside the spare."""
+    """Return the MiB of each model's weights and growth, of a budget beside the spare."""
     return [n // MIB for n in shares(budget * MIB + SPARE_BYTES, others * MIB, models)]
 
 
@@ -50,8 +50,14 @@ def test_none_gets_more_than_it_has():
 
 def test_what_one_cannot_use_is_for_the_others():
     small, large = shared(400, 100, needs(10, growth=30), needs(400))
-    assert small == 10
-    assert large == 400 - 100 - 16 - 30  # batches of the small one need more than it keeps
+    assert small == 30  # its batches need more than it has
+    assert large == 400 - 100 - 16 - 30
+
+
+def test_growth_takes_no_weights_if_there_is_memory_for_both():
+    assert shared(2000, 100, needs(300, growth=20), needs(100)) == [320, 100]
+    models = [Needs(100 * MIB, 0, 8 * MIB, 20 * MIB, 60 * MIB)]
+    assert shared(2000, 100, *models) == [180]
 
 
 def test_experts_and_batches_have_room_in_any_case():
@@ -100,17 +106,10 @@ def test_the_budget_holds_whatever_the_models_are():
         budget = least + int(rng.integers(0, 1 << 31))
         found = shares(budget, others, models)
         room = budget - others - SPARE_BYTES - sum(one.passing for one in models)
-        # weights make way for batches as far as possible
-        assert (
-            sum(
-                max(kept, min(one.least + one.growth, kept + one.growth))
-                for kept, one in zip(found, models, strict=True)
-            )
-            <= room
-        )
+        assert sum(found) <= room
         for kept, one in zip(found, models, strict=True):
-            assert kept <= one.n_bytes + one.prompts
-            assert kept >= min(one.least, one.n_bytes)
+            least, most = sorted((one.least, one.n_bytes))
+            assert least + one.growth <= kept <= most + one.growth + one.prompts
 
 
 class Weights:
