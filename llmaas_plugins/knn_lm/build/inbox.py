@@ -7,6 +7,7 @@ valid export.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -22,12 +23,14 @@ from typing import NamedTuple
 
 from llmaas_hooks import ConfigError, StoreError
 from llmaas_plugins.chats.exports import NO_APP, Conversation, Message, load_conversations
+from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.store_lock import folder_lock
 from llmaas_plugins.knn_lm.archive.files import (
     DROPPED,
     FILES,
     INBOX,
     PARTIAL,
+    erase,
     retire,
     write_atomic,
 )
@@ -108,7 +111,8 @@ def remember(
     store = store.expanduser()
     FILES.directory(store)
     directory = store / INBOX
-    directory.mkdir(mode=0o700, exist_ok=True)
+    with as_store_error(f"cannot use {directory}"):
+        directory.mkdir(mode=0o700, exist_ok=True)
     _check_room(directory)
     title = title or time.strftime("%Y-%m-%d %H:%M")
     one = Conversation(title, app or NO_APP, tuple(messages), is_shared=app is None)
@@ -178,10 +182,23 @@ def _row(one: Conversation) -> dict[str, object]:
 
 
 def _write(directory: Path, rows: Sequence[Mapping[str, object]]) -> Path:
+    """Write a file of the inbox; if that fails, as on a full disk, leave nothing of the texts.
+
+    Raises:
+        StoreError: The file cannot be written.
+    """
     path = directory / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.jsonl"
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    with folder_lock(directory, fcntl.LOCK_SH):
-        write_atomic(path, [line.encode(errors="replace") for line in lines])
+    with as_store_error(f"cannot write to {directory}"), folder_lock(directory, fcntl.LOCK_SH):
+        try:
+            write_atomic(path, [line.encode(errors="replace") for line in lines])
+        except BaseException:
+            partial = path.with_name(path.name + PARTIAL)
+            with contextlib.suppress(OSError):  # it has the new name already, or the disk fails
+                erase(partial)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from llmaas_hooks import StoreError
 from llmaas_plugins.chats.exports import NO_APP, load_conversations
 from llmaas_plugins.cli.interrupts import Stopped
 from llmaas_plugins.cli.main import main
+from llmaas_plugins.knn_lm.archive import files
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import EVIDENCE, SELECTED
 from llmaas_plugins.knn_lm.build import inbox
@@ -189,6 +191,28 @@ def test_only_so_many_remembered_chats_wait(tmp_path, monkeypatch, limit, most):
         remember(tmp_path, said)
     waiting.pop().unlink()
     remember(tmp_path, said)
+
+
+def test_a_full_disk_keeps_nothing_of_a_chat(tmp_path, monkeypatch):
+    n_written = 0
+
+    def full(fd, data, at):
+        nonlocal n_written
+        n_written += os.pwrite(fd, bytes(data)[:20], at)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    said = record(1).conversation.messages
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write", full)
+        with pytest.raises(StoreError, match="No space left"):
+            remember(tmp_path, said)
+    assert n_written > 0
+    assert list((tmp_path / "inbox").iterdir()) == []
+    remember(tmp_path, said)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "inbox").touch()
+    with pytest.raises(StoreError, match="cannot use"):
+        remember(tmp_path / "other", said)
 
 
 def test_gains_that_a_process_writes_meanwhile_are_erased(store, monkeypatch):
