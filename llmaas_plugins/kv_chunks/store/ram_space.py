@@ -51,6 +51,11 @@ class RamSpace:
         """Bytes of the RAM tier that the memory limit of the process does not leave to it."""
         return self.process.withheld_bytes
 
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that neither that limit nor parked cells take from chunks and buffers."""
+        return self.process.usable_bytes
+
     @signals_wait()
     def allocate_buffer(self, n_bytes: int) -> NDArray[np.uint8] | None:
         """Reserve RAM-tier pages for transfer buffers; return None if they do not fit."""

@@ -110,16 +110,19 @@ class Staging(forks.Forked):
         self.all_buffers = area
 
     def _refusal(self, n_bytes: int) -> BudgetError:
-        found = (
-            f"this model needs {n_bytes} bytes of transfer buffers, but the RAM tier has only "
-            f"{self._space.capacity}"
-        )
+        needs = f"this model needs {n_bytes} bytes of transfer buffers, but "
+        found, usable = f"the RAM tier has only {self._space.capacity}", self._space.usable_bytes
         if self._space.withheld_bytes and n_bytes <= self._space.ram_budget:
             return NoRoomNowError(
-                f"{found} now; raise memory.budget or plugins.flash_weights.memory_budget, which "
-                "leaves no more to it"
+                f"{needs}{found} now; raise memory.budget or plugins.flash_weights.memory_budget, "
+                "which leaves no more to it"
+            )
+        if usable < n_bytes <= self._space.ram_budget:
+            return NoRoomNowError(
+                f"{needs}parked contexts leave only {usable} of the RAM tier now; raise "
+                "plugins.kv_chunks.ram_budget, or lower parked_tokens"
             )
         return BudgetError(
-            f"{found}; set plugins.kv_chunks.ram_budget to at least "
+            f"{needs}{found}; set plugins.kv_chunks.ram_budget to at least "
             f"{_SHARE * n_bytes // self.BUFFERS}"
         )

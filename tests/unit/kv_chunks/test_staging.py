@@ -12,7 +12,7 @@ from forking import in_child
 from llmaas_hooks import BudgetError
 from llmaas_plugins._native import Budget, KVGeometry, blob_size
 from llmaas_plugins.kv_chunks.store.chunk_store import ChunkStore
-from llmaas_plugins.kv_chunks.transfer.staging import Staging
+from llmaas_plugins.kv_chunks.transfer.staging import NoRoomNowError, Staging
 
 MiB = 1 << 20
 HUGE = KVGeometry(40, False, 1, 1, (8192,) * 40, (8192,) * 40)
@@ -55,6 +55,16 @@ def test_budget_too_small_for_a_chunk_says_what_would_do():
     assert store.stats()["buffer_bytes"] == 0
     enough = int(str(caught.value).rsplit(" ", 1)[1])
     assert Staging(ChunkStore(Budget(enough), None).space).segment_chunks(HUGE) == 1
+
+
+def test_room_that_parked_contexts_have_comes_back():
+    store = ChunkStore(Budget(64 * MiB), None)
+    staging = Staging(store.space)
+    assert store.space.lend("cells", 50 * MiB) == 50 * MiB
+    with pytest.raises(NoRoomNowError, match="parked contexts leave only"):
+        staging.segment_chunks(HUGE)
+    store.space.lend("cells", 0)
+    assert staging.segment_chunks(HUGE) == 1
 
 
 def test_jobs_of_an_interrupted_load_end_before_the_buffers_are_used_again():
