@@ -215,9 +215,9 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 
 def _table(plan: Plan) -> str | None:
-    """Return the name of the widths in use."""
-    found = read_elastic(plan.made)
-    if found is None:
+    """Return the name of the widths in use; None if no levels are."""
+    found, settings = read_elastic(plan.made), plan.config.plugins.get("elastic")
+    if found is None or settings is None:
         return None
-    asked = plan.config.plugins["elastic"].values.get("table")
+    asked = settings.values.get("table")
     return str(asked or ("searched" if "searched" in found.tables else "uniform"))

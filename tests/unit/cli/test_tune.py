@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import tomllib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -176,6 +177,17 @@ def test_what_there_is_no_time_for_is_left_out(tmp_path, monkeypatch):
     found = parts.measured(plan, record, said.append, is_fresh=False)
     assert found["elastic"].verdict.state == "off"
     assert not any("part 1" in line for line in said[2:])
+
+
+def test_deadlines_alone_are_off(tmp_path, monkeypatch):
+    """A prepared model has widths, even if no table switches its levels on."""
+    model = reference_model_path()
+    prepared = SimpleNamespace(tables={"uniform": ()})
+    monkeypatch.setattr(parts, "read_elastic", lambda _: prepared)
+    plan = Plan(model, model, load_config({"plugins": {"deadlines": {}}}), (b"",), (), 1)
+    found = parts.measured(plan, Record(tmp_path / "r", model), print, is_fresh=False)
+    assert found["deadlines"].verdict.state == "off"
+    assert "levels of elastic" in found["deadlines"].verdict.reason
 
 
 def test_parts_are_those_of_the_configuration():
