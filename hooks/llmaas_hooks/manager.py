@@ -274,7 +274,7 @@ class HookManager:
     def memory(self) -> list[MemoryClaim]:
         """Fire ``llmaas_memory``; return the claims of all plugins."""
         claims = self._call("llmaas_memory", raises=False)
-        return list(itertools.chain.from_iterable(claims.values()))
+        return [one.plain() for one in itertools.chain.from_iterable(claims.values())]
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Fire ``llmaas_status``; return reports by plugin, ``{"error": …}`` for a failed one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 __all__ = ["MemoryClaim"]
@@ -43,6 +43,16 @@ class MemoryClaim:
     def is_known(self) -> bool:
         """Whether it is known what the memory saves, even if that is nothing."""
         return any(n_bytes for n_bytes, _ in self.saved)
+
+    def plain(self) -> Self:
+        """Return the claim with integers of Python itself, the only ones that JSON takes."""
+        return replace(
+            self,
+            held=int(self.held),
+            most=int(self.most),
+            least=int(self.least),
+            taken=None if self.taken is None else int(self.taken),
+        )
 
     @classmethod
     def reserved(cls, owner: str, held: int, why: str) -> Self:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
 from llmaas_hooks import HookManager, MemoryClaim, hookimpl
@@ -109,3 +112,18 @@ def test_a_claim_of_all_memory_that_there_could_be_is_divided():
     huge = MemoryClaim("it", 1 << 50, 1 << 50, ((0, 0.0), (1 << 50, 1e9)), lambda _: None)
     assert divide(100 * MIB, [huge, moves("weights", 40)])[0] == 100 * MIB
     assert values(huge).next == 0
+
+
+def test_sizes_of_numpy_are_told_as_json():
+    sizes = (np.int64(4 * MIB), np.int64(100 * MIB))
+
+    class Plugin:
+        @hookimpl
+        def llmaas_memory(self):
+            return [MemoryClaim("it", *sizes, POINTS, lambda _: None, np.int32(2), np.uint32(3))]
+
+    hooks = HookManager("raise")
+    hooks.register("p", Plugin())
+    claims = hooks.memory()
+    assert json.loads(json.dumps(owners(claims))) == owners(claims)
+    assert [type(size) for size in divide(50 * MIB, claims)] == [int]
