@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import anyio
 from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
@@ -84,6 +85,14 @@ class CallBody(BaseModel):
         return {"level": self.level, **sampling}
 
 
+class _Report(JSONResponse):
+    """JSON in ASCII: plugins name files and errors, whose texts may be no Unicode."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return json.dumps(content, allow_nan=False).encode()
+
+
 def make_router(
     service: LLMService, admission: Admission, metrics: Metrics, gateway: Gateway | None
 ) -> APIRouter:
@@ -93,13 +102,13 @@ def make_router(
         _contexts(service, admission, metrics), prefix="/v1/llmaas/apps/{app}/contexts"
     )
 
-    @router.get("/v1/llmaas/contexts")
+    @router.get("/v1/llmaas/contexts", response_class=_Report)
     def overview(request: Request) -> dict[str, Any]:
         app = request.scope[CALLER] or None  # the administrator's key belongs to no app
         with _http_errors():
             return {"app": app, **service.overview(app)}
 
-    @router.get("/v1/llmaas/status")
+    @router.get("/v1/llmaas/status", response_class=_Report)
     async def status() -> dict[str, Any]:
         found = await run_in_threadpool(service.status)
         return {
