@@ -90,8 +90,9 @@ class LlamaEngine:
 
         Until a restore ends, these are the tokens from before it.
         """
-        if self._before_restore is not None:
-            return self._before_restore.copy()
+        before = self._before_restore  # once, as another thread may end the restore
+        if before is not None:
+            return before.copy()
         return np.array(self.llama._input_ids, dtype=np.int32)
 
     @property
