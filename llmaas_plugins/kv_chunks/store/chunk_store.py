@@ -113,7 +113,7 @@ class ChunkStore(forks.Forked):
     def stored(self, context_id: str) -> StoredContext | None:
         """Return the tokens of a named context and their tiers, or None if it is unknown."""
         with self._residency.lock:
-            path = self._residency.tree.path_to(context_id)
+            path = self._residency.tree.longest_path(context_id)
             tiers = [(chunk.n_tokens, chunk.ram != ABSENT, chunk.disk != ABSENT) for chunk in path]
             sizes = [chunk.size for chunk in path]
         if not path:
@@ -355,7 +355,7 @@ class ChunkStore(forks.Forked):
             return {
                 "chunks": len(tree),
                 "levels": {str(bits): n for bits, n in sorted(levels.items(), reverse=True)},
-                "contexts": len(tree.contexts()),
+                "contexts": tree.n_contexts,
                 "ram_bytes": ram.used_bytes - self.space.buffer_bytes,
                 "buffer_bytes": self.space.buffer_bytes,
                 "lent_bytes": ram.lent - self.space.withheld_bytes,

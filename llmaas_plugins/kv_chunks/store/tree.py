@@ -126,6 +126,11 @@ class ChunkTree:
                 found[name] = last.id.key
         return found
 
+    @property
+    def n_contexts(self) -> int:
+        """Number of named contexts; whole and shortened prompts of one count once."""
+        return len({name.removesuffix(_SHORTENED) for name in self._contexts})
+
     def path_to(self, context_id: str) -> list[Chunk]:
         """Return all chunks of a named context in order; empty if it is unknown."""
         path: list[Chunk] = []
@@ -134,6 +139,10 @@ class ChunkTree:
             path.append(chunk)
             chunk = self._chunks.get(chunk.id.parent)
         return path[::-1]
+
+    def longest_path(self, context_id: str) -> list[Chunk]:
+        """Return ``path_to`` of a context, of its whole or its shortened prompts."""
+        return max(map(self.path_to, names_of(context_id)), key=count_tokens)
 
     def match(self, root: bytes, tokens: Tokens) -> PrefixMatch:
         """Return the chunks for the longest stored prefix of ``tokens``, shape ``(n,)``.

@@ -12,6 +12,7 @@ from stored_chunks import payload
 
 from llmaas_plugins.kv_chunks.store.chunk_ids import chain
 from llmaas_plugins.kv_chunks.store.extents import PAGE
+from llmaas_plugins.kv_chunks.store.tree import names_of
 
 
 @pytest.mark.parametrize("disk", [0, 7])  # a page of the slab is its header
@@ -103,6 +104,20 @@ def test_names_of_shortened_contexts_survive(open_store):
     assert store.tree.contexts() == heads
     assert store.evict_context("a") > 0
     assert store.match(ROOT, text((0, 64))).n_tokens == 0
+
+
+def test_a_context_with_shortened_prompts_is_one(open_store):
+    store = open_store(ram=20)
+    whole, shortened = names_of("a")
+    save(store, text((0, 64)), shortened)
+    assert len(store.stored("a").tokens) == 64
+    assert store.stats()["contexts"] == 1
+    for n_tokens, longest in ((32, 64), (96, 96)):
+        save(store, text((1000, n_tokens)), whole)
+        assert len(store.stored("a").tokens) == longest
+        assert store.stats()["contexts"] == 1
+    store.evict_context("a")
+    assert (store.stored("a"), store.stats()["contexts"]) == (None, 0)
 
 
 def test_slab_never_outgrows_its_budget(open_store, tmp_path):
