@@ -45,7 +45,7 @@ export function memoryByOwner(report) {
   const rank = ({ kind }) => (kind === "rest" ? 0 : 1);
   const sorted = [...report.owners].sort((a, b) => rank(a) - rank(b) || a.owner.localeCompare(b.owner));
   return sorted.map(({ owner, bytes, kind, why }, i) => ({
-    name: owner[0].toUpperCase() + owner.slice(1),
+    name: owner.charAt(0).toUpperCase() + owner.slice(1),
     color: kind !== "rest" ? COLORS[i % COLORS.length] : owner === "mapped files" ? "lost" : "c0",
     bytes,
     why,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,10 +19,15 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from llmaas_hooks import MemoryClaim
+from llmaas_plugins.config import ServiceConfig
 from llmaas_plugins.memory.owners import owners
 from llmaas_plugins.server import page
+from llmaas_plugins.server.admission import Admission
 from llmaas_plugins.server.application import explain_refusals
+from llmaas_plugins.server.exchange import CALLER
+from llmaas_plugins.server.metrics import Metrics
 from llmaas_plugins.server.middleware import route_of
+from llmaas_plugins.server.routes import make_router
 
 FOLDER = Path(page.__file__).parent / "page_files"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -170,11 +177,12 @@ def _samples():
 
 @needs_node
 def test_owners_in_an_order_that_does_not_change():
-    claims = [MemoryClaim.reserved("weights", 20, "needed"), MemoryClaim.reserved("drafts", 30, "")]
+    owned = (("weights", 20, "needed"), ("drafts", 30, ""), ("", 5, "a plugin told no name"))
+    claims = [MemoryClaim.reserved(*one) for one in owned]
     found = run(f"figures.memoryByOwner({json.dumps(owners(claims))})")
     names = [one["name"] for one in found]
-    assert names == ["Mapped files", "The rest", "Drafts", "Weights"]
-    assert [(one["bytes"], one["why"]) for one in found[2:]] == [(30, "needed"), (20, "needed")]
+    assert names == ["Mapped files", "The rest", "", "Drafts", "Weights"]
+    assert [(one["bytes"], one["why"]) for one in found[3:]] == [(30, "needed"), (20, "needed")]
     assert {one["color"] for one in found[:2]} == {"lost", "c0"}
 
 
@@ -234,3 +242,21 @@ def test_numbers_have_units():
     }
     found = run("[" + ", ".join(f"figures.{call}" for call in expected) + "]")
     assert dict(zip(expected, found, strict=True)) == expected
+
+
+# -- what it reads -----------------------------------------------------------------------------
+
+
+def test_reports_may_have_texts_that_are_no_unicode():
+    """Plugins name files, and errors quote them."""
+    odd = os.fsdecode(b"m\xff.gguf")
+    service = SimpleNamespace(status=lambda: {"left": odd}, overview=lambda _: {"memory": odd})
+    admission, app = Admission(ServiceConfig()), FastAPI()
+    app.include_router(make_router(service, admission, Metrics(admission), None))
+
+    async def called(scope, receive, send):
+        await app({**scope, CALLER: ""}, receive, send)
+
+    client = TestClient(called)
+    assert client.get("/v1/llmaas/status").json()["left"] == odd
+    assert client.get("/v1/llmaas/contexts").json()["memory"] == odd
