@@ -130,10 +130,11 @@ def test_contexts_survive_the_process(make, suite):
 
 
 def test_only_the_first_request_waits_until_a_model_is_identified(make, suite, monkeypatch):
-    waits = []
+    waits, loads = [], []
 
-    def unknown(_llama, _load, *, wait_s, **_):
+    def unknown(_llama, load, *, wait_s, **_):
         waits.append(wait_s)
+        loads.append(load)
 
     with suite() as active:
         llama = make()
@@ -143,6 +144,7 @@ def test_only_the_first_request_waits_until_a_model_is_identified(make, suite, m
                 ask(llama, CHAT)
             active.settle()
         assert waits == [2.0, 0.0, 0.0, 0.0]  # restore, save, restore, save
+        context_records.cell_identity(llama, loads[0], rotation_off=False)  # reads the file
         ask(llama, CHAT)
         assert report(active)["saves"] == 1
 
