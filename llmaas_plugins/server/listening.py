@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmaas_hooks import ConfigError
+from llmaas_plugins.files.store_lock import folder_lock
 
 __all__ = ["listening_on", "listening_on_port", "tls_context"]
 
@@ -83,10 +84,11 @@ def listening_on(path: Path) -> Iterator[list[socket.socket]]:
     path = _private(path)
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            _make_free(path)
-            listener.bind(str(path))
-            path.chmod(0o600)
-            listener.listen(_BACKLOG)
+            with folder_lock(path.parent):  # else another service could remove the new socket
+                _make_free(path)
+                listener.bind(str(path))
+                path.chmod(0o600)
+                listener.listen(_BACKLOG)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {path}: {error.strerror or error}. Choose another with --uds."

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import stat
+import threading
 
 import pytest
 
@@ -66,6 +67,36 @@ def test_one_that_was_left_is_replaced(path):
     with listening_on(path) as (listener,), socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
         listener.accept()[0].close()
+
+
+def test_of_two_that_come_at_once_one_replaces_it(path, monkeypatch):
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+    both_remove, one_listens, may_end = threading.Barrier(2), threading.Event(), threading.Event()
+    unlink, refusals = type(path).unlink, []
+
+    def removing(path, missing_ok=False):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            if both_remove.wait(0.2):
+                one_listens.wait(5)
+        unlink(path, missing_ok)
+
+    def serve():
+        try:
+            with listening_on(path):
+                one_listens.set()
+                may_end.wait(5)
+        except ConfigError as error:
+            refusals.append(str(error))
+            may_end.set()
+
+    monkeypatch.setattr(type(path), "unlink", removing)
+    threads = [threading.Thread(target=serve) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert refusals == [f"another service listens on {path}. Stop it, or choose another path."]
 
 
 def test_what_came_in_its_place_is_not_removed(path):
