@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,19 +11,10 @@ from llmaas_hooks import ConfigError
 from llmaas_plugins.cli.output import size_text
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error
 from llmaas_plugins.files.json_text import parse_json
-from llmaas_plugins.files.store_lock import try_lock
+from llmaas_plugins.files.temporary_folder import folder_beside
 from llmaas_plugins.machine import room
 
-__all__ = [
-    "TUNE_PREFIX",
-    "check_room",
-    "check_target",
-    "content_of",
-    "folder_beside",
-    "json_lines",
-    "locked_folder",
-    "remove_leftovers",
-]
+__all__ = ["TUNE_PREFIX", "check_room", "check_target", "content_of", "json_lines"]
 
 _MOST_BYTES = 1 << 30
 TUNE_PREFIX = ".llmaas-tune-"
@@ -116,54 +103,3 @@ def check_target(path: Path, option: str) -> None:
             raise ConfigError(f"found no folder {path.parent} to write {path.name} to.{then}")
         with folder_beside(path, then):
             pass
-
-
-@contextlib.contextmanager
-def folder_beside(path: Path, then: str = "") -> Iterator[Path]:
-    """Make a temporary folder beside a file that is to be written; remove it at the end.
-
-    Args:
-        path: Path of the file.
-        then: Advice for the error message.
-
-    Raises:
-        StoreError: The folder cannot be made.
-    """
-    with as_store_error(f"cannot write beside {path}", then):
-        folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
-    with folder as name:
-        yield Path(name)
-
-
-@contextlib.contextmanager
-def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """Make a temporary folder; remove it at the end, and those that killed processes left.
-
-    The process holds a lock on its folder as long as it lives.
-
-    Args:
-        parent: Folder to make it in.
-        prefix: Beginning of its name, as nobody else names folders.
-    """
-    remove_leftovers(parent, prefix)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            try_lock(fd)
-            yield Path(name)
-        finally:
-            os.close(fd)
-
-
-def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove the temporary folders that killed processes left; empty ones may be just made."""
-    ours = re.compile(re.escape(prefix) + r"\w{8}")
-    found = parent.iterdir() if parent.is_dir() else ()
-    for folder in [one for one in found if ours.fullmatch(one.name)]:
-        with contextlib.suppress(OSError):  # it is gone, or another user's
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if any(folder.iterdir()) and try_lock(fd):
-                    shutil.rmtree(folder)
-            finally:
-                os.close(fd)

@@ -21,10 +21,11 @@ from llmaas_plugins.cli.datastore.reports import (
     stats_text,
 )
 from llmaas_plugins.cli.datastore.settings import datastore_directory
-from llmaas_plugins.cli.files import TUNE_PREFIX, remove_leftovers
+from llmaas_plugins.cli.files import TUNE_PREFIX
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.output import counted, print_report, printable, size_text
 from llmaas_plugins.cli.store_actions import add_action
+from llmaas_plugins.files.temporary_folder import remove_leftovers
 
 if TYPE_CHECKING:
     from llmaas_plugins.chats.exports import Conversation

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from llmaas_plugins.cli.files import folder_beside
 from llmaas_plugins.cli.models import evaluator_of
 from llmaas_plugins.cli.output import progress_bar
+from llmaas_plugins.files.temporary_folder import folder_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmaas_plugins.cli.files import folder_beside
+from llmaas_plugins.files.temporary_folder import folder_beside
 
 if TYPE_CHECKING:
     from llmaas_plugins.elastic.metadata import Elastic

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from llmaas_hooks import ConfigError
 from llmaas_plugins.chats.exports import load_conversations
 from llmaas_plugins.cli.doctor.resources import store_user
-from llmaas_plugins.cli.files import check_room, check_target, folder_beside
+from llmaas_plugins.cli.files import check_room, check_target
 from llmaas_plugins.cli.flash.pack import tensors_of
 from llmaas_plugins.cli.interrupts import stoppable
 from llmaas_plugins.cli.models import add_model_action, check_file, identified
@@ -28,6 +28,7 @@ from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.setup.running import Run
 from llmaas_plugins.cli.setup.steps import STEPS, Job, improving_steps
 from llmaas_plugins.files.json_text import parse_json
+from llmaas_plugins.files.temporary_folder import folder_beside
 from llmaas_plugins.machine import (
     available_bytes,
     release_memory,

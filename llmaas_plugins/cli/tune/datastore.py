@@ -12,12 +12,13 @@ import numpy as np
 
 from llmaas_hooks import ConfigError, Tokens
 from llmaas_plugins.chats.exports import load_conversations
-from llmaas_plugins.cli.files import TUNE_PREFIX, check_room, locked_folder
+from llmaas_plugins.cli.files import TUNE_PREFIX, check_room
 from llmaas_plugins.cli.setup.processes import completed
 from llmaas_plugins.cli.tune.bench import LEAST_ROUNDS, Bench, Engine, Lengths, in_turn
 from llmaas_plugins.cli.tune.figures import Figures, case_of, figures_of
 from llmaas_plugins.cli.tune.worker import Led
 from llmaas_plugins.config import Config, validated
+from llmaas_plugins.files.temporary_folder import locked_folder
 from llmaas_plugins.knn_lm.archive.archive import Archive
 from llmaas_plugins.knn_lm.archive.files import SELECTED
 from llmaas_plugins.knn_lm.archive.record import conversation_id

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmaas_plugins.cli.files import TUNE_PREFIX, locked_folder
+from llmaas_plugins.cli.files import TUNE_PREFIX
 from llmaas_plugins.cli.tune.bench import LEAST_ROUNDS, Bench, Engine, in_turn
 from llmaas_plugins.cli.tune.figures import Case, Figures, case_of, figures_of
 from llmaas_plugins.cli.tune.worker import Led, State
 from llmaas_plugins.config import PluginTable, validated
 from llmaas_plugins.demo.page_cache import drop_pages
+from llmaas_plugins.files.temporary_folder import locked_folder
 from llmaas_plugins.kv_chunks.config import KVChunksConfig
 
 __all__ = ["measure_restores", "own_folder"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
 import sqlite3
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 from llmaas_hooks import StoreError
 from llmaas_plugins import _native
 from llmaas_plugins._native import Status
+from llmaas_plugins.files.temporary_folder import folder_beside
 from llmaas_plugins.kv_chunks.maintenance.checking import Progress
 from llmaas_plugins.kv_chunks.maintenance.snapshot import (
     StoreSnapshot,
@@ -70,19 +69,14 @@ def export_store(
     except sqlite3.DatabaseError as error:
         raise StoreError(f"cannot read KV store {directory}: {error}") from error
     rows = _wanted(snapshot, context_id)
-    try:
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise StoreError(f"cannot write {target}: {error.strerror}") from error
-    try:
-        done = _copy(snapshot, rows, fresh, context_id, progress)
-        fresh.rename(target)
-    except (OSError, sqlite3.Error) as error:
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(f"cannot write {target}: {error}") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    with folder_beside(target) as fresh:
+        try:
+            done = _copy(snapshot, rows, fresh, context_id, progress)
+            fresh.rename(target)
+        except (OSError, sqlite3.Error) as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"cannot write {target}: {error}") from error
     return done
 
 

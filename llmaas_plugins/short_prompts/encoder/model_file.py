@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, forks
 from llmaas_plugins.files.file_bytes import OPEN_FLAGS, as_store_error, sync_directory
+from llmaas_plugins.files.temporary_folder import folder_beside
 from llmaas_plugins.model.gguf_header import GGUFHeader, header_of, parse_header
 from llmaas_plugins.short_prompts.encoder.body import HEAD_WIDTH, Body
 from llmaas_plugins.short_prompts.encoder.windows import MOST_POSITIONS
@@ -126,11 +126,8 @@ class EncoderFile:
             StoreError: The file cannot be written.
         """
         weights = {**body.weights, **trained}
-        with (
-            as_store_error(f"cannot write {path}"),
-            tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder,
-        ):
-            made = Path(folder) / path.name
+        with as_store_error(f"cannot write {path}"), folder_beside(path) as folder:
+            made = folder / path.name
             _write(made, body, weights, head, kind)
             made.replace(path)
             sync_directory(path.parent)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from llmaas_hooks import ConfigError
 from llmaas_plugins.cli import files
-from llmaas_plugins.cli.files import content_of, locked_folder
+from llmaas_plugins.cli.files import content_of
 
 
 @pytest.fixture
@@ -45,27 +43,3 @@ def test_a_text_that_is_too_long(tmp_path, refusal, monkeypatch):
     monkeypatch.setattr(files, "_MOST_BYTES", 4)
     (tmp_path / "text").write_bytes(b"four")
     assert content_of(tmp_path / "text") == b"four"
-
-
-LEFT = """
-import os, sys
-from pathlib import Path
-from llmaas_plugins.cli.files import locked_folder
-with locked_folder(Path(sys.argv[1]), ".llmaas-x-") as folder:
-    (folder / "chats").write_text("texts")
-    os.kill(os.getpid(), 9)
-"""
-
-
-def test_temporary_folders_of_killed_processes_are_removed(tmp_path):
-    subprocess.run([sys.executable, "-c", LEFT, str(tmp_path)], check=False)
-    (left,) = tmp_path.iterdir()
-    with locked_folder(tmp_path, ".llmaas-x-") as folder:
-        assert [*tmp_path.iterdir()] == [folder] != [left]
-        (folder / "chats").write_text("texts")
-        with locked_folder(tmp_path, ".llmaas-x-") as other:
-            assert {*tmp_path.iterdir()} == {folder, other}
-    assert [*tmp_path.iterdir()] == []
-    (tmp_path / ".llmaas-x-of a user" / "sub").mkdir(parents=True)
-    with locked_folder(tmp_path, ".llmaas-x-"):
-        assert (tmp_path / ".llmaas-x-of a user").exists()
