@@ -38,6 +38,7 @@ from llmaas_plugins.cli.day.trace import (
 )
 from llmaas_plugins.cli.day.worker import N_TIMED, Called, Side, Usage, serve
 from llmaas_plugins.cli.output import duration_text, progress_bar, size_text
+from llmaas_plugins.cli.setup.processes import SLEEPING
 from llmaas_plugins.config import load_config
 from llmaas_plugins.demo.run import kv_bytes_per_token, own_folder
 from llmaas_plugins.machine import available_bytes
@@ -49,8 +50,6 @@ __all__ = ["Day", "Options", "run_day"]
 _THEN = "Close other programs, or use a smaller model."
 _LEAST_CALLS = 20
 """Calls that are made even if they take longer than planned."""
-_IDLE = {"OMP_WAIT_POLICY": "passive"}
-"""Threads of systems that wait for their turn must not take processors from the one that works."""
 _BATCH = 128
 """Tokens of a batch, for every system: a short one needs a small compute buffer."""
 _ROUND_CTX = 256
@@ -146,8 +145,9 @@ def run_day(options: Options, say: Callable[[str], None]) -> Day:
     """
     started = time.monotonic()
     with own_folder() as folder:
-        variables = dict(_IDLE) if options.model else _IDLE | own_home(folder / "home")
-        with environment(variables):
+        home = {} if options.model else own_home(folder / "home")
+        # systems that wait for their turn must not take processors from the one that works
+        with environment(SLEEPING | home):
             return _Run(options, folder, say, started).day()
 
 

@@ -243,6 +243,9 @@ def _announced(run: Run, estimates: Estimates, left: set[str]) -> Iterator[str]:
         seconds = estimates.seconds.get(step.name)
         time = "no estimate" if seconds is None else f"about {duration_text(seconds)}"
         yield f"{i}. {step.name}: {step.what}, {time if step.name in left else 'done'}"
+    if not left:
+        yield "all is made already: nothing is left to do"
+        return
     known = [estimates.seconds[name] for name in left if name in estimates.seconds]
     unknown = [step.name for step in run.steps if step.name in left - estimates.seconds.keys()]
     which = f"without {' and '.join(unknown)}" if unknown else "together"

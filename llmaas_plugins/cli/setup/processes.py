@@ -8,8 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["begun", "completed", "error_of"]
+__all__ = ["SLEEPING", "begun", "completed", "error_of"]
 
+SLEEPING = {"OMP_WAIT_POLICY": "passive"}
+"""Variables of a process whose engine's threads sleep while they wait for each other.
+
+By default they spin, so on a busy machine they take processors from the threads that they wait for.
+libgomp reads the variables when it is loaded, so they must be set before the process starts.
+"""
 _running: list[subprocess.Popen[bytes]] = []
 """Processes that were started: Python warns of one that is forgotten."""
 _LOWEST = 19
@@ -22,6 +28,7 @@ def completed(
     has_settings: bool = False,
     shows_output: bool = False,
     shows_errors: bool = True,
+    is_timed: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; return its status, and what it did not show.
 
@@ -31,10 +38,11 @@ def completed(
             wherever and for whomever the command runs.
         shows_output: Whether its output is this process's.
         shows_errors: Whether its errors and progress are this process's.
+        is_timed: Whether it measures times, so that its engine must wait as that of an app does.
     """
     return subprocess.run(  # noqa: S603  our own program
         [*_LLMAAS, *arguments],
-        env=None if has_settings else _without_settings(),
+        env=_environment(has_settings=has_settings, is_timed=is_timed),
         stdout=None if shows_output else subprocess.PIPE,
         stderr=None if shows_errors else subprocess.PIPE,
         text=True,
@@ -70,6 +78,11 @@ def begun(arguments: Sequence[str], log: Path, lock: int) -> int:
     return process.pid
 
 
-def _without_settings() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LLMAAS_")}
+def _environment(*, has_settings: bool, is_timed: bool) -> dict[str, str]:
+    variables = dict(os.environ)
+    if not is_timed:
+        variables = SLEEPING | variables  # what the user chose stays
+    if has_settings:
+        return variables
+    kept = {name: value for name, value in variables.items() if not name.startswith("LLMAAS_")}
     return kept | {"LLMAAS_CONFIG": ""}

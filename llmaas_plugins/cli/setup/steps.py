@@ -109,6 +109,7 @@ class Step(NamedTuple):
         arguments: Arguments of ``llmaas``.
         inputs: Files that it reads.
         table: Widths that it measures; None if it depends on none.
+        is_timed: Whether it measures how long an app would take.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Step(NamedTuple):
     arguments: tuple[str, ...]
     inputs: tuple[Path, ...]
     table: str | None = None
+    is_timed: bool = False
 
     @property
     def command(self) -> str:
@@ -203,7 +205,7 @@ def run(step: Step) -> str | None:
     Raises:
         ConfigError: The step failed.
     """
-    done = completed(step.arguments)
+    done = completed(step.arguments, is_timed=step.is_timed)
     if done.returncode:
         raise ConfigError(
             f"step {step.name} failed: `{step.command}`. The same command goes on once that works; "
@@ -272,7 +274,7 @@ def _profile(job: Job, name: str, table: str) -> Step:
     if extents.has_few_lengths:
         what += f" with prompts of {lengths.replace(',', ' and ')} tokens only{_LARGE}"
     arguments = ("elastic", "profile", str(job.made), "--table", table, *options, "--json")
-    return Step(name, what, arguments, (job.made,), table)
+    return Step(name, what, arguments, (job.made,), table, is_timed=True)
 
 
 def _learn(job: Job, name: str, table: str, n_requests: int | None) -> Step:

@@ -104,6 +104,7 @@ def test_from_a_model_to_an_app_with_all_plugins(folder, capfd, monkeypatch):
     status, report, said = setup(capfd, *options)  # nothing is done again
     assert (status, report["seconds"]) == (0, {})
     assert all(step["is_done"] for step in report["steps"])
+    assert "all is made already: nothing is left to do" in said
 
     digest = file_digest(made)
     assert main(["setup", "model.gguf", *options[:-1], "--improve", *SKIPPED]) == 0
