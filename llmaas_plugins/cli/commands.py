@@ -24,8 +24,8 @@ __all__ = ["run_command"]
 # function of the parsed arguments that returns the exit code. A parser with `takes_rest=True` also
 # passes `func` the list of options that it did not declare; for other parsers these are errors.
 _COMMANDS = (
-    *("setup", "tune", "run", "serve", "demo", "plugins", "doctor", "store", "datastore", "flash"),
-    *("elastic", "deadlines", "prompts"),
+    *("setup", "tune", "run", "serve", "status", "demo", "plugins", "doctor", "store", "datastore"),
+    *("flash", "elastic", "deadlines", "prompts"),
 )
 
 

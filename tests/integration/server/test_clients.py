@@ -13,6 +13,8 @@ import fork_server
 import pytest
 from served import ENDLESS, LONG_N_CTX, serving, wait_until
 
+from llmaas_plugins.cli.main import main
+
 pytest.importorskip("fastapi")
 
 SHORT = {"temperature": 0.0, "max_tokens": 8}
@@ -156,3 +158,9 @@ def test_killed_clients(server, app):
             client.kill()
     server.wait_until_idle()
     assert [context.record()["n_calls"] for context in contexts] == [0, 0, 0]
+
+
+def test_the_status_command(server, capsys):
+    socket_ = server.folder / "run" / "service.sock"
+    assert main(["status", "--uds", str(socket_)]) == 0
+    assert capsys.readouterr().out.startswith(f"unix:{socket_}: 0 calls running or waiting\n")

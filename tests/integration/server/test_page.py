@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from commands import mistake
 from limited import ADMINISTRATOR, NOTES
 from packed_models import pack
 from preparing import prepare
 from served import launched, serving, wait_until
 
+from llmaas_plugins.cli.main import main
 from llmaas_plugins.server import page
 from llmaas_plugins.server.client import LLMClient
 
@@ -186,3 +188,24 @@ def test_serve_prints_the_address_of_the_page(server, tmp_path):
         log = tmp_path / "log"
         wait_until(lambda: "Listening on unix:" in log.read_text())
         assert "The page" not in log.read_text()
+
+
+# -- the page of `llmaas status` ---------------------------------------------------------------
+
+
+def test_the_administrator_sees_a_page_without_a_browser(server, mail, monkeypatch, capsys):
+    mail.new_context("Anna is here.").call("Hi", **SHORT)
+    asked = ["status", "--url", server.address, "--key-env", "STATUS_KEY"]
+    monkeypatch.setenv("STATUS_KEY", ADMINISTRATOR)
+    assert main(asked) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"{server.address}: 0 calls running or waiting"
+    assert [line for line in lines if line.startswith("[")][:2] == ["[calls]", "[memory by owner]"]
+    assert any(line.startswith("  the rest ") for line in lines)
+    assert "codec=lossless" in lines[lines.index("[kv_chunks]") + 1]
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == server.status().keys()
+    monkeypatch.setenv("STATUS_KEY", NOTES)
+    said = mistake(capsys, asked)
+    assert "not that of app 'notes'. (HTTP 403); --key-env NAME names the variable" in said
+    assert "No API key was sent" in mistake(capsys, asked[:3])
