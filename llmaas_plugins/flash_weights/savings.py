@@ -22,12 +22,13 @@ class Seen(NamedTuple):
         stalled_ns: Time that computing waited for weights.
         n_passes: Number of passes through the weights, also those of contexts that plugins made
             for themselves.
-        n_prompt_passes: Number of those that used weights that tokens do not use.
+        prompt_bytes: Bytes that these passes used of the weights that only prompts use. Tokens at
+            narrow levels use a part of them, too.
     """
 
     stalled_ns: int = 0
     n_passes: int = 0
-    n_prompt_passes: int = 0
+    prompt_bytes: int = 0
 
 
 class WeightSavings:
@@ -37,7 +38,8 @@ class WeightSavings:
     waited for in any pass that uses it. The wait for a byte is the recent time of all waits,
     divided by the bytes that were not kept in each pass. If computing takes longer than reading,
     nothing waits, and more memory saves nothing. In the sparse mode, tokens use columns, and the
-    weights themselves are used by prompts only: they save less, and come after all others.
+    weights themselves are used by prompts, and in part by tokens at narrow levels: they save less,
+    and come after all others.
     """
 
     def __init__(self) -> None:
@@ -51,14 +53,15 @@ class WeightSavings:
         n_passes = now.n_passes - before.n_passes
         if n_passes <= 0:
             return
-        n_prompts = now.n_prompt_passes - before.n_prompt_passes
+        prompted = now.prompt_bytes - before.prompt_bytes
+        left = sizes["prompt_bytes"] - sizes["prompt_kept_bytes"]
         missed = n_passes * (sizes["bytes"] - sizes["kept_bytes"])
-        missed += n_prompts * (sizes["prompt_bytes"] - sizes["prompt_kept_bytes"])
+        missed += prompted * left / max(1, sizes["prompt_bytes"])
         self._is_known = True
         self._sums.add(_STALLED, (now.stalled_ns - before.stalled_ns) / 1e9)
         self._sums.add(_MISSED, missed)
         self._sums.add(_PASSED, n_passes * sizes["bytes"])
-        self._sums.add(_PROMPTED, n_prompts * sizes["prompt_bytes"])
+        self._sums.add(_PROMPTED, prompted)
 
     def saved_s(self, n_bytes: int) -> float:
         """Return the seconds saved a second by each byte that tokens use, of ``n_bytes`` in all."""

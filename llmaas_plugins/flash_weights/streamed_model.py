@@ -68,7 +68,8 @@ class StreamedModel:
         """Refresh the figures of the weights, and the untouched bytes of the contexts."""
         with contextlib.suppress(ReferenceError):  # the garbage collector freed a context meanwhile
             self.seen = self.weights.stats()
-            seen = Seen(*(self.seen[name] for name in ("stalled_ns", "passes", "prompt_passes")))
+            names = "stalled_ns", "passes", "prompt_used_bytes"
+            seen = Seen(*(self.seen[name] for name in names))
             if self._told is not None:
                 self.savings.saw(self._told, seen, self.seen)
             self._told = seen

@@ -71,7 +71,7 @@ int llmaas_weights_set_reading(llmaas_weights * weights, const llmaas_reading * 
 typedef struct llmaas_stream_stats {
     uint64_t n_bytes, n_kept, n_arena, n_least, n_hits, n_misses, n_read, n_wasted, stalled_ns;
     uint64_t n_passing, n_channel_hits, n_channel_misses, n_channel_preloads, n_operands, n_room, n_first, n_first_kept;
-    uint64_t n_passes, n_spare, n_spare_kept, n_spare_passes;
+    uint64_t n_passes, n_spare, n_spare_kept, n_spare_used;
 } llmaas_stream_stats;
 void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);
 typedef struct llmaas_operand_spec {

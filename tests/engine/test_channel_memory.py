@@ -22,6 +22,7 @@ from unreadable import unreadable
 
 from llmaas_hooks import (
     FileStamp,
+    WeightClaim,
 )
 from llmaas_patches.native.packing import model_tensors
 from llmaas_plugins.flash_weights.channels import (
@@ -132,7 +133,7 @@ def test_prompts_keep_their_weights_in_memory_that_channels_leave(reference_mode
         weights = attach(plugin, channels(1), share=0.5, **CACHES[cache])
         before = weights.stats()
         n_bytes, prompts = before["bytes"], before["prompt_bytes"]
-        assert (prompts > 4 << 20, before["prompt_kept_bytes"], before["prompt_passes"]) == (
+        assert (prompts > 4 << 20, before["prompt_kept_bytes"], before["prompt_used_bytes"]) == (
             True, 0, 0,
         )  # fmt: skip
         for room, least, most in ((prompts, 1, 1), (prompts // 2, 0.2, 0.5), (0, 0, 0)):
@@ -145,8 +146,27 @@ def test_prompts_keep_their_weights_in_memory_that_channels_leave(reference_mode
             share = after["prompt_kept_bytes"] / prompts
             assert least <= share <= most
             assert after["read_bytes"] - reads == pytest.approx((1 - share) * prompts, rel=0.1)
-        assert after["prompt_passes"] == 6
+        assert after["prompt_used_bytes"] == 6 * prompts
     assert all(np.array_equal(row, rows[0]) for row in rows)
+
+
+def test_tokens_at_a_narrow_level_use_a_part_of_the_weights_of_prompts(reference_model, channels):
+    narrow = (
+        WeightClaim(r"blk\.\d+\.ffn_(gate|up)\.weight", rows=(None, 256)),
+        WeightClaim(r"blk\.\d+\.ffn_down\.weight", columns=(None, 256)),
+    )
+    plugin = Claimer(claim_all(reference_model), *narrow)
+    with native(plugin=plugin), opened(reference_model, use_extra_bufts=False) as ctx:
+        weights = attach(plugin, channels(1), share=0.5)
+        used = []
+        for start, level, tokens in ((0, 0, TOKENS), (13, 0, [5]), (14, 1, [6])):
+            plugin.contexts[0].level = level
+            before = weights.stats()["prompt_used_bytes"]
+            step(ctx, tokens, start)
+            used.append(weights.stats()["prompt_used_bytes"] - before)
+        prompt, token, narrow_token = used
+        assert (prompt, token) == (weights.stats()["prompt_bytes"], 0)
+        assert 0 < narrow_token < prompt / 2
 
 
 def test_hot_channels_stay(reference_model, channels):

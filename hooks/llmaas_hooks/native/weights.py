@@ -204,7 +204,8 @@ class FileWeights(Protocol):
         Totals so far:
 
         - ``passes``: graphs that were computed, each of which passes through the weights.
-        - ``prompt_passes``: the part of ``passes`` that used weights of ``prompt_bytes``.
+        - ``prompt_used_bytes``: bytes of ``prompt_bytes`` that passes used: all by a prompt, and a
+          part by a token at a narrow level, which uses no channels there.
         - ``read_bytes``: bytes read from files.
         - ``wasted_bytes``: the part of ``read_bytes`` that was read ahead in vain.
         - ``stalled_ns``: nanoseconds for which batches waited for reads.

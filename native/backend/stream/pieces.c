@@ -15,7 +15,7 @@ struct llmaas_pieces {
     size_t          n_used; /* pieces that some graph has used */
     uint64_t        n_graphs;
     uint64_t        n_bytes, n_spare; /* bytes of the pieces, and of spare ones */
-    uint64_t        n_spare_graphs, last_spare; /* graphs that used spare pieces, and the number of the last one */
+    uint64_t        n_spare_used; /* bytes of spare pieces that graphs used */
     bool            is_stale;
 };
 
@@ -40,7 +40,7 @@ void llmaas_pieces_free(llmaas_pieces * pieces) {
 
 llmaas_piece_stats llmaas_pieces_read_stats(const llmaas_pieces * pieces) {
     llmaas_piece_stats stats = {
-        .n_bytes = pieces->n_bytes, .n_spare = pieces->n_spare, .n_spare_graphs = pieces->n_spare_graphs};
+        .n_bytes = pieces->n_bytes, .n_spare = pieces->n_spare, .n_spare_used = pieces->n_spare_used};
     for (size_t i = 0; i < pieces->n; i++) {
         const llmaas_piece * piece = pieces->all[i];
         const bool           has   = piece->is_kept || piece->has_first;
@@ -107,10 +107,7 @@ void llmaas_pieces_note(llmaas_pieces * pieces, llmaas_piece * piece, const llma
     piece->n_now     = n_bytes > piece->n_now ? n_bytes : piece->n_now;
     piece->n_lately  = n_bytes > piece->n_lately ? n_bytes : piece->n_lately;
     pieces->is_stale = pieces->is_stale || use_of(piece) != before;
-    if (piece->is_spare && pieces->last_spare != pieces->n_graphs) {
-        pieces->last_spare = pieces->n_graphs;
-        pieces->n_spare_graphs++;
-    }
+    pieces->n_spare_used += piece->is_spare ? n_bytes : 0;
 }
 
 bool llmaas_pieces_use(

@@ -19,7 +19,7 @@ typedef struct llmaas_piece_stats {
     uint64_t n_bytes; /* bytes of all pieces but spare ones */
     uint64_t n_kept;  /* bytes of those that are kept */
     uint64_t n_spare, n_spare_kept; /* the same of spare pieces */
-    uint64_t n_spare_graphs; /* graphs that used spare pieces */
+    uint64_t n_spare_used; /* bytes of spare pieces that graphs used so far */
     uint64_t n_first; /* bytes of memory for what is to be kept first */
     uint64_t n_first_kept; /* bytes of n_first that memory holds */
 } llmaas_piece_stats;

@@ -152,7 +152,7 @@ void llmaas_stream_read_stats(llmaas_stream * stream, llmaas_stream_stats * stat
         .n_wasted = arena.n_wasted, .stalled_ns = arena.stalled_ns, .n_first = pieces.n_first,
         .n_room = llmaas_memory_budget_of_pieces(&stream->budget).n_bytes, .n_first_kept = pieces.n_first_kept,
         .n_passes = stream->n_passes, .n_spare = pieces.n_spare, .n_spare_kept = pieces.n_spare_kept,
-        .n_spare_passes = pieces.n_spare_graphs};
+        .n_spare_used = pieces.n_spare_used};
     if (stream->budget.experts) {
         const llmaas_expert_stats experts = llmaas_experts_read_stats(stream->budget.experts);
         add_experts(stats, &experts);

@@ -130,7 +130,7 @@ typedef struct llmaas_stream_stats {
     uint64_t n_passes;        /* graphs so far, each of which passes through the weights */
     uint64_t n_spare, n_spare_kept; /* bytes of the weights that only prompts use, because tokens use their channels, and
                                      * those in memory: n_kept leaves them out */
-    uint64_t n_spare_passes;  /* graphs so far that used such weights */
+    uint64_t n_spare_used;    /* bytes of such weights that graphs used so far: less than all if a level is narrow */
 } llmaas_stream_stats;
 /* Fill in the statistics; all 0 if no weights are in files or `weights` is NULL. */
 LLMAAS_API void llmaas_weights_read_stats(llmaas_weights * weights, llmaas_stream_stats * stats);

@@ -90,7 +90,7 @@ class Weights:
             "passes": stats.n_passes,
             "prompt_bytes": stats.n_spare,
             "prompt_kept_bytes": stats.n_spare_kept,
-            "prompt_passes": stats.n_spare_passes,
+            "prompt_used_bytes": stats.n_spare_used,
         }
 
     def add_operand(self, path: str, stamp: FileStamp, operand: ChannelOperand) -> None:

@@ -126,7 +126,7 @@ class Weights:
     def stats(self):
         figures = {"bytes": 100 * MIB, "kept_bytes": self.kept, "arena_bytes": 0}
         unused = "passing_bytes", "least_bytes", "stalled_ns", "prompt_bytes", "prompt_kept_bytes"
-        return figures | dict.fromkeys((*unused, "passes", "prompt_passes"), 0)
+        return figures | dict.fromkeys((*unused, "passes", "prompt_used_bytes"), 0)
 
 
 class Context:

@@ -56,7 +56,7 @@ def test_two_models_share_the_passes_by_their_size(savings):
 def test_weights_that_only_prompts_use_save_less_and_come_last(savings):
     """The waits are for 300 MiB in each of 10 passes, and for 200 MiB in two of them."""
     found = sizes(400 * MIB, 100 * MIB, 250 * MIB, 50 * MIB)
-    savings.saw(Seen(0, 0, 0), Seen(3_400_000_000, 10, 2), found)
+    savings.saw(Seen(0, 0, 0), Seen(3_400_000_000, 10, 2 * 250 * MIB), found)
     weights, *_ = savings.claims(
         [SEEN | found | {"level_bytes": 0, "level_kept_bytes": 0}], 0, print
     )
@@ -67,6 +67,18 @@ def test_weights_that_only_prompts_use_save_less_and_come_last(savings):
     assert nothing == (0, 0.0)
     assert tokens == (390 * MIB, pytest.approx(390 * 10 * each))
     assert prompts == (640 * MIB, pytest.approx((390 * 10 + 250 * 2) * each))
+
+
+def test_narrow_tokens_count_for_the_weights_of_prompts_by_what_they_use(savings):
+    """Two of 10 passes are prompts, and 8 are tokens at 20 %."""
+    found = sizes(400 * MIB, 100 * MIB, 250 * MIB, 50 * MIB)
+    used = (2 + 8 / 5) * 250 * MIB
+    waits_s = 0.001 * (10 * 300 + (2 + 8 / 5) * 200)
+    savings.saw(Seen(0, 0, 0), Seen(int(waits_s * 1e9), 10, int(used)), found)
+    each = 0.001 / TIME_S
+    assert savings.saved_s(400 * MIB) * MIB == pytest.approx(10 * each)
+    saved = savings.prompt_saved_s(400 * MIB, 250 * MIB)
+    assert saved * MIB == pytest.approx((2 + 8 / 5) * each)
 
 
 def test_room_of_compute_buffers_is_no_part_of_the_division(savings):
@@ -108,7 +120,7 @@ def test_a_level_that_is_kept_first_is_no_part_of_the_claim(savings):
 @pytest.fixture
 def streamed(savings):
     """Return a streamed model whose figures the test sets."""
-    stats = SEEN | {"stalled_ns": 0, "passes": 0, "prompt_passes": 0}
+    stats = SEEN | {"stalled_ns": 0, "passes": 0, "prompt_used_bytes": 0}
     context = SimpleNamespace(
         file_weights=lambda: SimpleNamespace(stats=stats.copy),
         cells=lambda: SimpleNamespace(n=0),
