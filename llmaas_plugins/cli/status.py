@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         "status",
         help="show what a running service does: its calls, memory by owner, and plugins",
         description="Ask a running `llmaas serve` for its calls, for the memory by owner, and for "
-        "the counters of its plugins, and print them on one page. --json prints all that it tells.",
+        "the counters of its plugins that are not 0, and print one page. --json prints all.",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", default=_URL, help="address of the service (default: %(default)s)")
@@ -123,27 +123,30 @@ def _section(name: str, report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the plain values of a report, and why a plugin leaves a model alone."""
     from llmaas_plugins.cli.doctor.trial import left_alone
 
-    counts = {key: found for key, value in report.items() if (found := _plain(key, value))}
     yield one_line(f"[{name}]")
-    yield from _LINES.wrap(one_line(_joined(counts)))
+    yield from _LINES.wrap(one_line(_joined(report)))
     if (reason := left_alone(dict(report))) is not None:
         yield one_line(f"  left alone: {reason}")
 
 
+def _joined(values: Mapping[str, Any]) -> str:
+    """Return plain values that are not 0, with their names."""
+    found = {name: _plain(name, value) for name, value in values.items()}
+    return ", ".join(f"{name}={text}" for name, text in found.items() if text)
+
+
 def _plain(name: str, value: object) -> str:
     """Return a number, a text, or numbers by name, such as tokens by level; else nothing."""
-    if isinstance(value, Mapping) and value and all(map(_is_number, value.values())):
-        return f"({_joined({key: _plain(name, one) for key, one in value.items()})})"
-    if isinstance(value, int) and name.endswith(_BYTES):
-        return size_text(value)
+    if isinstance(value, Mapping) and all(map(_is_number, value.values())):
+        return f"({numbers})" if (numbers := _joined(value)) else ""
+    if not isinstance(value, bool | int | float | str) or value == 0:
+        return ""
     if isinstance(value, float):
         return f"{value:.4g}"
-    return setting_text(value) if isinstance(value, int | str) else ""
+    if isinstance(value, int) and name.endswith(_BYTES):
+        return size_text(value)
+    return setting_text(value)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
-
-
-def _joined(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
