@@ -55,7 +55,7 @@ class WeightSavings:
             return
         prompted = now.prompt_bytes - before.prompt_bytes
         left = sizes["prompt_bytes"] - sizes["prompt_kept_bytes"]
-        missed = n_passes * (sizes["bytes"] - sizes["kept_bytes"])
+        missed: float = n_passes * (sizes["bytes"] - sizes["kept_bytes"])
         missed += prompted * left / max(1, sizes["prompt_bytes"])
         self._is_known = True
         self._sums.add(_STALLED, (now.stalled_ns - before.stalled_ns) / 1e9)
