@@ -49,7 +49,8 @@ def read_only_uri(index: Path) -> str:
     that SQLite neither needs nor creates other files. If a process opens it meanwhile, read again.
     """
     has_wal = index.with_name(index.name + "-wal").is_file()
-    return f"file:{quote(str(index.absolute()))}?mode=ro" + ("" if has_wal else "&immutable=1")
+    name = quote(os.fsencode(index.absolute()))
+    return f"file:{name}?mode=ro" + ("" if has_wal else "&immutable=1")
 
 
 def _slab_format(path: Path) -> int | None:

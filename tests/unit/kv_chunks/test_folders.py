@@ -13,6 +13,7 @@ from damages import LINKS, ODD, each, files
 from kv_stores import BUDGET, FILES, OPEN, A, assert_works, load, open_store, run, save
 
 from llmaas_hooks import StoreError
+from llmaas_plugins.kv_chunks.maintenance.snapshot import read_snapshot
 from llmaas_plugins.kv_chunks.store.disk_store import DiskStore
 
 
@@ -35,6 +36,19 @@ def test_file_in_the_way_is_named(tmp_path):
         DiskStore(tmp_path / "kv", BUDGET)
     with pytest.raises(StoreError, match="Not a directory"):
         DiskStore(tmp_path / "kv/below", BUDGET)
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"a?b#c%41 d", b"\xc3\xa9"])
+def test_folders_may_have_any_name(tmp_path, name):
+    """Names of files are bytes, which need be no Unicode, and mean something else in a URI."""
+    kv = tmp_path / os.fsdecode(name)
+    store = open_store(kv)
+    save(store, A, "a")
+    store.close()
+    assert set(read_snapshot(kv).contexts) == {"a"}
+    store = open_store(kv)
+    assert load(store, A) == len(A)
+    store.close()
 
 
 def test_only_the_owner_can_read_the_store(tmp_path):
