@@ -1,4 +1,4 @@
-"""What other threads read of an engine while it is used."""
+"""Reads of an engine by other threads while it is used."""
 
 from __future__ import annotations
 
