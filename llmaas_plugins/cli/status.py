@@ -21,6 +21,8 @@ __all__ = ["add_parser"]
 _URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 30
 _LINES = textwrap.TextWrapper(100, "  ", "  ", break_long_words=False, break_on_hyphens=False)
+_PARTS = (("queue", int), ("memory", dict), ("plugins", dict), ("errors", dict))
+"""Parts of a status that the page is made of, which a service of another version may lack."""
 _BYTES = ("bytes", "budget", "in_force")
 """Ends of the names of counters that are bytes."""
 
@@ -97,7 +99,7 @@ def _told(address: str, key: str | None) -> dict[str, Any]:
         raise LlmaasError(f"{address} does not answer: {error.strerror or error}.") from error
     except (LookupError, ValueError, http.client.HTTPException) as error:
         raise LlmaasError(f"{wrong}: {error}.") from error
-    if not isinstance(found, dict) or "plugins" not in found:
+    if not (isinstance(found, dict) and all(isinstance(found.get(n), k) for n, k in _PARTS)):
         raise LlmaasError(f"{wrong}: its answer has another form.")
     return found
 

@@ -116,7 +116,7 @@ def left_alone(report: dict[str, Any]) -> str | None:
     """Return why a plugin leaves the model alone, or None if it does not."""
     found = report.get("left_alone")
     reasons = list(found.values()) if isinstance(found, dict) else found
-    return str(reasons[0]) if reasons else None
+    return str(reasons[0]) if isinstance(reasons, list | tuple) and reasons else None
 
 
 def _is_same(line: str, problem: str) -> bool:

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import http.server
+import json
 import threading
 
 import pytest
 from commands import mistake
+
+from llmaas_plugins.cli.main import main
 
 LONG = "x" * 300
 
@@ -68,7 +71,11 @@ def test_no_address(error, address):
 
 @pytest.mark.parametrize(
     ("code", "content"),
-    [(404, b"Not Found"), (200, b"<html>"), (200, b"\xff"), (200, b"[]"), (200, b'{"a": 1}')],
+    [
+        *((404, b"Not Found"), (200, b"<html>"), (200, b"\xff"), (200, b"[]"), (200, b'{"a": 1}')),
+        (200, b'{"queue": 0, "plugins": {}}'),
+        (200, b'{"queue": 0, "memory": {}, "plugins": [], "errors": {}}'),
+    ],
 )
 def test_another_server(answering, error, code, content):
     address = answering(code, content)
@@ -86,3 +93,15 @@ def test_a_key_that_is_refused(answering, error, monkeypatch):
         assert said == "the variable that --key-env names is not set. Set it to the key."
     monkeypatch.setenv("KEY", "my key")
     assert "must contain printable ASCII" in error("--url", address, "--key-env", "KEY")
+
+
+@pytest.mark.parametrize(
+    ("found", "line"), [(5, "left_alone=5"), (["old"], "left alone: old"), ({}, ""), ([], "")]
+)
+def test_plugins_may_report_anything(answering, capsys, found, line):
+    """Reports of third-party plugins are any JSON, also under names that ours use."""
+    memory = {"resident_bytes": 1 << 20, "budget": None, "owners": []}
+    report = {"queue": 0, "memory": memory, "plugins": {"p": {"left_alone": found}}, "errors": {}}
+    assert main(["status", "--url", answering(200, json.dumps(report).encode())]) == 0
+    _, _, said = capsys.readouterr().out.partition("[p]\n")
+    assert said.strip() == line
