@@ -101,6 +101,17 @@ def test_low_level_contexts_too(make, parks):
     llama_cpp.llama_free(ctx)
 
 
+@pytest.mark.parametrize("is_longer", [False, True])
+def test_a_context_is_called_too_long_only_if_the_app_asked_for_that(make, parks, capfd, is_longer):
+    n_train = make()._model.n_ctx_train()
+    capfd.readouterr()
+    llama = make(n_ctx=n_train + 256 * is_longer, verbose=False)
+    assert REAL[0](llama.ctx) > n_train
+    assert ("possible training context overflow" in capfd.readouterr().err) == is_longer
+    make(verbose=True)
+    assert "n_ctx_seq" in capfd.readouterr().err  # other messages are logged as before
+
+
 def test_a_context_that_a_check_refuses_has_no_spare_cells(make, patched):
     from llmaas_hooks import hookimpl
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from llmaas_hooks import ContextCreate, LlmaasError
 from llmaas_hooks.own_models import are_loaded_here, are_made_here
 from llmaas_patches.cell_tracker import address
 from llmaas_patches.host import Host
+from llmaas_patches.length_warning import no_length_warning
 from llmaas_patches.native import has_our_buffers
 
 __all__ = ["wrap_free", "wrap_init_context", "wrap_n_ctx", "wrap_n_seq_max"]
@@ -51,7 +53,8 @@ def wrap_init_context(host: Host, original: Function) -> Function:
         host.hooks.context_create(create)
         n_spare = _add_cells(create, params)
         make = functools.partial(original, model)
-        ctx = _create(host, create, edited, make)
+        with _true_warnings(create, params, n_spare):
+            ctx = _create(host, create, edited, make)
         if create.checks and not _accepted(host, create, ctx):
             if ctx is not None:
                 llama_cpp.llama_free(ctx)
@@ -69,11 +72,24 @@ def wrap_init_context(host: Host, original: Function) -> Function:
 
 def _add_cells(create: ContextCreate, params: Any) -> int:
     """Return how many cells plugins added, and keep batches within the app's own ``n_ctx``."""
-    asked = int(params.n_ctx) or llama_cpp.llama_model_n_ctx_train(create.model)
+    asked = _asked(create, params)
     n_spare = int(create.params.n_ctx or asked) - asked
     if n_spare:
         create.params.n_batch = min(int(create.params.n_batch), asked)
     return n_spare
+
+
+def _asked(create: ContextCreate, params: Any) -> int:
+    return int(params.n_ctx or llama_cpp.llama_model_n_ctx_train(create.model))
+
+
+def _true_warnings(
+    create: ContextCreate, params: Any, n_spare: int
+) -> contextlib.AbstractContextManager[None]:
+    """Drop llama.cpp's warning of a long context if only the added cells exceed the training."""
+    n_train = int(llama_cpp.llama_model_n_ctx_train(create.model))
+    is_true = not n_spare or _asked(create, params) > n_train
+    return contextlib.nullcontext() if is_true else no_length_warning()
 
 
 def _create(host: Host, create: ContextCreate, params: Any, make: Function) -> Any:
