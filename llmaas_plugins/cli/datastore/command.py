@@ -136,7 +136,7 @@ def forget(args: argparse.Namespace) -> int:
                     raise _no_such_app(args.app, archive)
     text = (
         f"{counted(gone.n_conversations, 'conversation')} and "
-        f"{counted(gone.n_pairs, 'pair')} removed, {gone.n_selected} of those selected; "
+        f"{counted(gone.n_pairs, 'pair')} removed, {gone.n_selected:,} of those selected; "
         f"{size_text(gone.freed_bytes)} freed."
     )
     left = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 
 from llmaas_plugins.cli.models import evaluator_of
 from llmaas_plugins.cli.output import progress_bar
+from llmaas_plugins.files.file_bytes import as_store_error
 from llmaas_plugins.files.temporary_folder import folder_beside
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class Speeds(NamedTuple):
 
 
 def probed(model: Path, blocks: Blocks, target: Path, *, is_apart: bool) -> Speeds:
-    """Measure a model's speed on a few tokens, and a disk's on 32 MiB; this takes seconds.
+    """Measure a model's speed on a few tokens, and a disk's on up to 32 MiB; this takes seconds.
 
     Args:
         model: Path of the model.
@@ -99,15 +101,23 @@ def _read_s(evaluator: Evaluator, progress: Callable[[int], object]) -> float:
 
 
 def store_s(target: Path) -> float:
-    """Return the seconds to write a byte to the disk of a file, from 32 MiB."""
-    content = os.urandom(_N_BYTES)
+    """Return the seconds to write a byte to the disk of a file, from up to 32 MiB.
+
+    They take at most half of the space that is free: a file that fits is not refused for its probe.
+
+    Raises:
+        StoreError: The disk is full, or the folder cannot be written to.
+    """
 
     def write() -> None:
         with folder_beside(target) as folder, (folder / "probe").open("wb") as file:
             file.write(content)
             os.fsync(file.fileno())
 
-    return _timed(write) / _N_BYTES
+    with as_store_error(f"cannot write {target}", " Make room, or name another place."):
+        n_bytes = min(_N_BYTES, max(shutil.disk_usage(target.parent).free // 2, 1))
+        content = os.urandom(n_bytes)
+        return _timed(write) / n_bytes
 
 
 def _requantize_s(model: Path, blocks: Blocks) -> float:

@@ -38,6 +38,7 @@ from llmaas_plugins.cli.elastic.writing import n_written_bytes, write_target
 from llmaas_plugins.cli.files import check_target
 from llmaas_plugins.cli.models import identified
 from llmaas_plugins.cli.output import size_text
+from llmaas_plugins.machine import room
 
 if TYPE_CHECKING:
     from llmaas_plugins.elastic.metadata import Elastic
@@ -108,14 +109,17 @@ class Preparation:
             )
         self._announce_shares()
         self._say(
-            f"steps, with times estimated from a probe of {N_PROBED} tokens and 32 MiB on this "
-            "machine, as busy as it is:"
+            f"steps, with times estimated from a probe of {N_PROBED} tokens and up to 32 MiB on "
+            "this machine, as busy as it is:"
         )
         for line in self._steps.lines():
             self._say(line)
         memory = size_text(memory_bytes(self._args, self._blocks))
         disk = size_text(disk_bytes(self._args))
         self._say(f"memory: at most about {memory}; disk: about {disk} in {self.target.parent}")
+        free = room(self.target.parent).free_bytes
+        if free < disk_bytes(self._args):
+            self._say(f"only {size_text(free)} are free there: make room, or choose -o FILE.")
 
     def _announce_shares(self) -> None:
         """Print what narrow levels really are if keys and values are whole and as large as queries.

@@ -116,8 +116,9 @@ def check_ours(path: Path) -> None:
     """
     if not _is_ours(path):
         raise ConfigError(
-            f"{path} exists and was not written by `llmaas setup`, or was changed since. "
-            "`-o FILE` writes the configuration elsewhere."
+            f"{path} exists and was not written by `llmaas setup`, or was changed since: "
+            "move it away. Or `-o FILE` writes the configuration elsewhere, and "
+            "`llmaas run --config FILE` reads it there."
         )
 
 

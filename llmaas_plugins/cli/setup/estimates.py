@@ -37,7 +37,7 @@ def estimates_of(job: Job) -> Estimates:
 
     Raises:
         ConfigError: The model cannot be prepared.
-        StoreError: The folder for scores cannot be made.
+        StoreError: The folder for scores cannot be made, or that of the model not written to.
     """
     n_bytes = job.model.stat().st_size
     packing = n_bytes if "pack" not in job.skipped else 0
@@ -48,7 +48,9 @@ def estimates_of(job: Job) -> Estimates:
     searching = [*improving_steps(job)[0].arguments, "--dry-run"]  # all steps of `prepare`
     done = completed(searching)  # with its progress bars
     if done.returncode:
-        raise ConfigError("the model was not probed. `--skip prepare` leaves levels out.")
+        raise ConfigError(
+            "the model was not probed, as said above. `--skip prepare` leaves levels out."
+        )
     found = parse_json(done.stdout)
     return Estimates(_seconds(job, found, n_bytes), found["disk_bytes"] + packing)
 

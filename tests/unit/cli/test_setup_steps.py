@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 from families import write_family
 
+from llmaas_hooks import StoreError
+from llmaas_plugins.cli.elastic.estimates import store_s
 from llmaas_plugins.cli.main import main
 from llmaas_plugins.cli.setup import command, processes
 from llmaas_plugins.cli.setup.estimates import Estimates
@@ -62,3 +68,22 @@ def test_time_and_disk_are_announced_if_something_is_left(tmp_path, monkeypatch,
     assert report["disk_bytes"] == 3 << 20
     assert [step["is_done"] for step in report["steps"]] == [is_done] * 4
     assert [step["estimated_s"] for step in report["steps"]] == [50, 1, 30, 9]
+
+
+def test_a_disk_with_room_for_the_file_is_not_refused_for_the_probe(tmp_path, monkeypatch):
+    free = 3 << 20
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    written = []
+    monkeypatch.setattr(os, "fsync", lambda fd: written.append(os.fstat(fd).st_size))
+    assert store_s(tmp_path / "model.gguf") > 0
+    assert written == [free // 2]
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
+    def full(_fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match=r"cannot write .*model.gguf: No space left on device\. M"):
+        store_s(tmp_path / "model.gguf")
+    assert not list(tmp_path.iterdir())
