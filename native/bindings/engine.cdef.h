@@ -6,6 +6,7 @@ typedef struct llmaas_density llmaas_density;
 typedef struct llmaas_hidden_states llmaas_hidden_states;
 typedef struct llmaas_magnitudes llmaas_magnitudes;
 typedef struct llmaas_moments llmaas_moments;
+typedef struct llmaas_overlap llmaas_overlap;
 
 typedef struct llmaas_tensor_info {
     char name[64];
@@ -141,3 +142,7 @@ llmaas_moments * llmaas_moments_new(int kind, uint32_t n_layers, const uint32_t 
 void llmaas_moments_free(llmaas_moments * moments);
 llmaas_tap llmaas_moments_tap(llmaas_moments * moments);
 int llmaas_moments_read(llmaas_moments * moments, int layer, uint64_t * n_rows, double * sums, double * squares);
+llmaas_overlap * llmaas_overlap_new(int kind, uint32_t n_layers, const uint32_t * n_channels, const int32_t * predictors, uint32_t n_thresholds, const float * thresholds);
+void llmaas_overlap_free(llmaas_overlap * overlap);
+llmaas_tap llmaas_overlap_tap(llmaas_overlap * overlap);
+int llmaas_overlap_read(llmaas_overlap * overlap, int layer, uint64_t * used, uint64_t * both);

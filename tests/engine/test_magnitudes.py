@@ -58,6 +58,41 @@ def test_what_is_counted_are_the_tensors_of_the_graph(family, name, activation, 
     assert np.allclose(squares, (exact**2).sum(axis=0), rtol=1e-12, atol=0)
 
 
+def test_large_values_of_two_layers_are_compared(family):
+    path, plugin = family("llama"), Claimer()
+    rows = [np.abs(operand_rows(path, layer, "ffn_up")) for layer in (0, 1)]
+    thresholds = {
+        layer: np.quantile(each, (0.2, 0.5, 0.9)).astype(np.float32)
+        for layer, each in enumerate(rows)
+    }
+    with native(plugin=plugin), loaded(path) as model, created(model, **CONTEXT) as ctx:
+        widths = dict.fromkeys(thresholds, rows[0].shape[1])
+        compared = plugin.contexts[0].overlap(
+            "ffn_input", widths, thresholds=thresholds, predictors={1: 0}
+        )
+        feed(ctx, pieces())
+        used, both = compared.read(1)
+        assert [each.tolist() for each in compared.read(0)] == [[0, 0, 0]] * 2
+    large = [rows[layer][..., None] >= thresholds[layer] for layer in (0, 1)]
+    assert np.array_equal(used, large[1].sum(axis=(0, 1)))
+    assert np.array_equal(both, (large[0] & large[1]).sum(axis=(0, 1)))
+    assert (both < used).all()
+
+
+def test_what_cannot_be_compared(native_context):
+    _, context = native_context
+    known, widths = dict.fromkeys((0, 1), np.ones(3, np.float32)), {0: 256, 1: 256}
+    for thresholds, n_channels, predictors, says in (
+        ({0: np.ones(3, np.float32)}, widths, {}, "expected 1 to 32 thresholds"),
+        (dict.fromkeys((0, 1), np.ones(33, np.float32)), widths, {}, "expected 1 to 32 thresholds"),
+        (known, widths, {0: 1}, "layer 0 cannot be compared with layer 1"),
+        (known, {0: 255, 1: 256}, {1: 0}, "layer 1 cannot be compared with layer 0"),
+        (known, {0: 256, 2: 256}, {}, "equally many"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            context.overlap("ffn_input", n_channels, thresholds=thresholds, predictors=predictors)
+
+
 def test_counting_changes_nothing(family):
     path, plugin = family("llama"), Claimer()
     expected = vanilla(path)

@@ -14,6 +14,7 @@ from llmaas_hooks.native.taps import (
     HiddenStates,
     Magnitudes,
     Moments,
+    Overlap,
     States,
     Subscription,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "Magnitudes",
     "Moments",
     "NativeContext",
+    "Overlap",
     "States",
     "Subscription",
     "TensorInfo",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmaas_hooks.native.cells import CellMemory
 from llmaas_hooks.native.taps import (
     Activation,
@@ -12,6 +15,7 @@ from llmaas_hooks.native.taps import (
     HiddenStates,
     Magnitudes,
     Moments,
+    Overlap,
     States,
     Subscription,
 )
@@ -140,6 +144,24 @@ class NativeContext(Protocol):
 
     def moments(self, activation: Activation, n_channels: Mapping[int, int]) -> Moments:
         """Subscribe to sums of an activation and its squares; arguments as for ``magnitudes``."""
+
+    def overlap(
+        self,
+        activation: Activation,
+        n_channels: Mapping[int, int],
+        *,
+        thresholds: Mapping[int, NDArray[np.float32]],
+        predictors: Mapping[int, int],
+    ) -> Overlap:
+        """Subscribe to counts of values that are large in two layers.
+
+        Args:
+            activation: Which activation to count.
+            n_channels: As for ``magnitudes``.
+            thresholds: Magnitudes from which values are large, by layer; equally many, at most 32.
+            predictors: Earlier layer of the same width with which a layer is compared. Layers
+                without one are not compared.
+        """
 
     def cells(self) -> CellMemory:
         """Return the memory of this context's KV cells."""

@@ -13,6 +13,7 @@ __all__ = [
     "HiddenStates",
     "Magnitudes",
     "Moments",
+    "Overlap",
     "States",
     "Subscription",
 ]
@@ -114,4 +115,15 @@ class Moments(Subscription, Protocol):
 
         Channels that a level leaves out of a row count as zeros. A row whose channels are all left
         out is not counted. The layer must be one that the subscription counts.
+        """
+
+
+class Overlap(Subscription, Protocol):
+    """Counts of large values that are large in an earlier layer, too, while subscribed."""
+
+    def read(self, layer: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return how many of a layer's values reached each threshold, here and in both layers.
+
+        Only rows that the predictor also computed are counted; zeros if nothing predicts the layer.
+        The layer must be one that the subscription counts.
         """

@@ -147,4 +147,23 @@ LLMAAS_API llmaas_tap       llmaas_moments_tap(llmaas_moments * moments);
 LLMAAS_API llmaas_status llmaas_moments_read(
     llmaas_moments * moments, int layer, uint64_t * n_rows, double * sums, double * squares);
 
+/* Overlap of an activation's large values in a layer with those in an earlier layer that predicts it. */
+typedef struct llmaas_overlap llmaas_overlap;
+
+enum { LLMAAS_MAX_THRESHOLDS = 32 };
+
+/* Create a tap of overlap. kind and n_channels: as for llmaas_magnitudes_new(). predictors[n_layers]: an earlier layer of
+ * the same width; -1: nothing predicts the layer. thresholds[n_layers][n_thresholds]: magnitudes from which values count
+ * as large. NULL also if there are too many thresholds, or a predictor is none. */
+LLMAAS_API llmaas_overlap * llmaas_overlap_new(
+    llmaas_tap_kind kind, uint32_t n_layers, const uint32_t * n_channels, const int32_t * predictors, uint32_t n_thresholds,
+    const float * thresholds);
+LLMAAS_API void       llmaas_overlap_free(llmaas_overlap * overlap); /* only after its subscription ended */
+LLMAAS_API llmaas_tap llmaas_overlap_tap(llmaas_overlap * overlap);
+
+/* Copy out, for each threshold, how many of a layer's values reached it (used[n_thresholds]), and how many of these did
+ * so in the predictor, too (both[n_thresholds]). Only rows that the predictor also has are counted, at full width.
+ * EINVAL: the layer is not counted, or a pointer is NULL. */
+LLMAAS_API llmaas_status llmaas_overlap_read(llmaas_overlap * overlap, int layer, uint64_t * used, uint64_t * both);
+
 #endif

@@ -6,12 +6,24 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmaas_hooks import ContextCreate, forks
 from llmaas_hooks.native import Activation, States
 from llmaas_patches.native.cells import Cells
 from llmaas_patches.native.claims import EXTENTS, are_extents, c_extents
 from llmaas_patches.native.library import Library
-from llmaas_patches.native.taps import ACTIVATIONS, STATES, Density, Magnitudes, Moments, Rows, Tap
+from llmaas_patches.native.taps import (
+    ACTIVATIONS,
+    STATES,
+    Density,
+    Magnitudes,
+    Moments,
+    Overlap,
+    Rows,
+    Tap,
+)
 from llmaas_patches.native.weights import Weights
 
 __all__ = ["BackendContext"]
@@ -178,6 +190,26 @@ class BackendContext:
         _check_activation(activation)
         with self.alive():
             return Moments(self, self._library, activation, n_channels)
+
+    def overlap(
+        self,
+        activation: Activation,
+        n_channels: Mapping[int, int],
+        *,
+        thresholds: Mapping[int, NDArray[np.float32]],
+        predictors: Mapping[int, int],
+    ) -> Overlap:
+        """Count values that are large in two layers."""
+        _check_activation(activation)
+        with self.alive():
+            return Overlap(
+                self,
+                self._library,
+                activation,
+                n_channels,
+                thresholds=thresholds,
+                predictors=predictors,
+            )
 
     def cells(self) -> Cells:
         """Return the memory of the KV cells."""

@@ -15,7 +15,7 @@ from llmaas_patches.native.library import Library
 if TYPE_CHECKING:
     from llmaas_patches.native.backend_context import BackendContext
 
-__all__ = ["ACTIVATIONS", "STATES", "Density", "Magnitudes", "Moments", "Rows", "Tap"]
+__all__ = ["ACTIVATIONS", "STATES", "Density", "Magnitudes", "Moments", "Overlap", "Rows", "Tap"]
 
 STATES = {"ffn_input": 1, "final_norm": 2}
 """``llmaas_tap_kind`` of the hidden states that can be captured."""
@@ -166,8 +166,9 @@ class Channels(Tap):
         library: Library,
         activation: Activation,
         n_channels: Mapping[int, int],
+        *more: Any,
     ) -> None:
-        """Subscribe to these layers."""
+        """Subscribe to these layers; ``more`` are further arguments of the C object."""
         n_layer = int(llama_cpp.llama_model_n_layer(context.model))
         if not n_channels or not n_channels.keys() <= set(range(n_layer)):
             raise ValueError(f"asked for layers {list(n_channels)}, but the model has {n_layer}")
@@ -176,7 +177,9 @@ class Channels(Tap):
         self._n_channels = dict(n_channels)
         ffi, lib = self._library = library
         counted = ffi.new("uint32_t[]", [n_channels.get(layer, 0) for layer in range(n_layer)])
-        made = getattr(lib, f"llmaas_{self._name}_new")(ACTIVATIONS[activation], n_layer, counted)
+        made = getattr(lib, f"llmaas_{self._name}_new")(
+            ACTIVATIONS[activation], n_layer, counted, *more
+        )
         self._counted = ffi.gc(_made(ffi, made), getattr(lib, f"llmaas_{self._name}_free"))
         super().__init__(context, getattr(lib, f"llmaas_{self._name}_tap")(made), made)
 
@@ -222,6 +225,54 @@ class Moments(Channels):
             ffi.cast("double *", squares.ctypes.data),
         )
         return int(n_rows[0]), sums, squares
+
+
+class Overlap(Channels):
+    """``llmaas_overlap`` of a context."""
+
+    _name = "overlap"
+
+    def __init__(  # noqa: PLR0913 -- where to subscribe, and what is compared with what
+        self,
+        context: BackendContext,
+        library: Library,
+        activation: Activation,
+        n_channels: Mapping[int, int],
+        *,
+        thresholds: Mapping[int, NDArray[np.float32]],
+        predictors: Mapping[int, int],
+    ) -> None:
+        """Subscribe to these layers."""
+        n_layer = int(llama_cpp.llama_model_n_layer(context.model))
+        widths = {len(each) for each in thresholds.values()}
+        if thresholds.keys() != n_channels.keys() or widths - set(range(1, 33)) or len(widths) != 1:
+            raise ValueError("expected 1 to 32 thresholds, equally many for each layer counted")
+        for layer, other in predictors.items():
+            if other >= layer or n_channels.get(layer) != n_channels.get(other, 0):
+                raise ValueError(f"layer {layer} cannot be compared with layer {other}")
+        self._n_thresholds = widths.pop()
+        rows = np.zeros((n_layer, self._n_thresholds), np.float32)
+        for layer in thresholds.keys() & set(range(n_layer)):
+            rows[layer] = thresholds[layer]
+        ffi = library.ffi
+        earlier = ffi.new("int32_t[]", [predictors.get(layer, -1) for layer in range(n_layer)])
+        values = ffi.cast("float *", rows.ctypes.data)
+        super().__init__(
+            context, library, activation, n_channels, earlier, self._n_thresholds, values
+        )
+
+    def read(self, layer: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return how many of a layer's values reached each threshold, here and in both layers."""
+        self._check(layer)
+        used, both = np.empty((2, self._n_thresholds), dtype=np.uint64)
+        cast = self._library.ffi.cast
+        self._library.lib.llmaas_overlap_read(
+            self._counted,
+            layer,
+            cast("uint64_t *", used.ctypes.data),
+            cast("uint64_t *", both.ctypes.data),
+        )
+        return used, both
 
 
 def _made(ffi: Any, made: Any) -> Any:
