@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmaas_hooks import ConfigError, LlmaasError, Tokens
-from llmaas_hooks.native import Activation, Magnitudes
+from llmaas_hooks.native import Activation, Magnitudes, Overlap
+from llmaas_plugins.flash_weights.channel_layout import predictors_of
 from llmaas_plugins.flash_weights.operands import Operand
 from llmaas_plugins.flash_weights.shares import Share, Shares, equal_share
 from llmaas_plugins.model.forward import Evaluator, Listener
@@ -24,7 +25,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "ffn_down": "ffn_middle",
 }
 """Activation that each family of matrices reads."""
-_N_TOKENS = 2048
+_N_TOKENS, _N_FORESEEN = 2048, 512
 _BUCKET_SHIFT = 17
 
 
@@ -36,11 +37,14 @@ class Activity:
         thresholds: Magnitude below which values are left out at each of ``SPARSITIES``; float32.
         means: Mean magnitude by channel; float32, ``(n_channels,)``.
         share: Share of the values below each threshold.
+        foreseen: Share of the values above each threshold whose channels are also above one in the
+            layer that predicts them (``predictors_of``); None if it was not measured.
     """
 
     thresholds: NDArray[np.float32]
     means: NDArray[np.float32]
     share: Share = field(default_factory=equal_share)
+    foreseen: Share | None = None
 
 
 Calibration = dict[Operand, Activity]
@@ -95,10 +99,7 @@ class Calibrator(Listener):
             raise ConfigError("there is no text to calibrate with")
         with Evaluator(model, n_threads) as evaluator:
             counted = self._count(evaluator, operands)
-            tokens = (
-                evaluator.generate(n_tokens) if text is None else evaluator.evaluate(text, n_tokens)
-            )
-            for n_done in tokens:
+            for n_done in _evaluated(evaluator, text, n_tokens):
                 progress(n_done)
             return {
                 one: _activity(
@@ -106,6 +107,60 @@ class Calibrator(Listener):
                 )
                 for one in operands
             }
+
+    def foresee(  # noqa: PLR0913 -- model, its calibration, text, and their limits
+        self,
+        model: Any,
+        calibration: Calibration,
+        group_layers: int,
+        text: Tokens | None = None,
+        *,
+        n_tokens: int = _N_FORESEEN,
+        n_threads: int = 0,
+        progress: Callable[[int], None] = lambda _n: None,
+    ) -> Calibration:
+        """Evaluate tokens, and add how many active channels preloading would foresee.
+
+        Args:
+            model: A ``llama_model``.
+            calibration: Its calibration.
+            group_layers: Layers whose channels are read together.
+            text: Tokens to evaluate, as for ``calibrate``.
+            n_tokens: Most tokens to evaluate.
+            n_threads: Number of threads; 0 uses all processors.
+            progress: Called with the number of tokens just evaluated.
+
+        Raises:
+            LlmaasError: There is no memory for a context, or the activations cannot be observed.
+        """
+        with Evaluator(model, n_threads) as evaluator:
+            compared = self._compare(evaluator, calibration, group_layers)
+            for n_done in _evaluated(evaluator, text, n_tokens):
+                progress(n_done)
+            return {
+                one: replace(activity, foreseen=_foreseen(compared[one.family], one.layer))
+                for one, activity in calibration.items()
+            }
+
+    def _compare(
+        self, evaluator: Evaluator, calibration: Calibration, group_layers: int
+    ) -> dict[str, Overlap]:
+        """Start comparing layers with those that predict them, by family."""
+        context, operands = self.hook_point(evaluator), list(calibration)
+        predictors = {
+            operands[place]: operands[predictor].layer
+            for place, predictor in predictors_of(operands, group_layers).items()
+        }
+        found = {}
+        for family in dict.fromkeys(operand.family for operand in operands):
+            same = [operand for operand in operands if operand.family == family]
+            found[family] = context.overlap(
+                _ACTIVATIONS[family],
+                {one.layer: one.n_channels for one in same},
+                thresholds={one.layer: calibration[one].thresholds for one in same},
+                predictors={one.layer: predictors[one] for one in same if one in predictors},
+            )
+        return found
 
     def _count(self, evaluator: Evaluator, operands: Sequence[Operand]) -> dict[str, Magnitudes]:
         """Start counting magnitudes, by family."""
@@ -117,6 +172,17 @@ class Calibrator(Listener):
             family: context.magnitudes(_ACTIVATIONS[family], n_channels)
             for family, n_channels in widths.items()
         }
+
+
+def _evaluated(evaluator: Evaluator, text: Tokens | None, n_tokens: int) -> Iterator[int]:
+    """Evaluate a text, or text that the model writes; yield the numbers of tokens done."""
+    return evaluator.generate(n_tokens) if text is None else evaluator.evaluate(text, n_tokens)
+
+
+def _foreseen(overlap: Overlap, layer: int) -> Share:
+    """Return the share of a layer's active channels that are foreseen; 0 without a predictor."""
+    used, both = overlap.read(layer)
+    return (both / np.maximum(used, 1)).astype(np.float32)
 
 
 def _activity(operand: Operand, magnitudes: Magnitudes, share: Share) -> Activity:

@@ -19,7 +19,15 @@ from llmaas_plugins.flash_weights.columns import (
 from llmaas_plugins.flash_weights.container import Part
 from llmaas_plugins.flash_weights.operands import FAMILIES, Operand, operands
 
-__all__ = ["Group", "OperandKey", "Piece", "channel_operands", "groups_of", "key_of"]
+__all__ = [
+    "Group",
+    "OperandKey",
+    "Piece",
+    "channel_operands",
+    "groups_of",
+    "key_of",
+    "predictors_of",
+]
 
 OperandKey = tuple[int, str]
 """Layer and family of an operand."""
@@ -134,6 +142,23 @@ def groups_of(
                 pieces = tuple(tuple(_pieces(one.weights, tensors)) for one in same)
                 groups.append(Group(index, same, pieces))
     return groups
+
+
+def predictors_of(operands: Sequence[Operand], group_layers: int) -> dict[int, int]:
+    """Return the predictor of each operand, by their places in the sequence.
+
+    The predictor is the operand of the first layer in the group before. It must have the same
+    number of channels.
+    """
+    first: dict[tuple[int, str, int], int] = {}
+    found = {}
+    for place, operand in enumerate(operands):
+        group, same = operand.layer // group_layers, (operand.family, operand.n_channels)
+        first.setdefault((group, *same), place)
+        predictor = first.get((group - 1, *same))
+        if predictor is not None:
+            found[place] = predictor
+    return found
 
 
 def _pieces(names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Iterator[Piece]:

@@ -1,8 +1,7 @@
 """ActiveFlow's cost model (section 4.1, Table 1, Eqs 1 to 9), and its search for the group size.
 
 The model describes a pipeline that reads the next group of layers while it computes the current
-one. The planner's rows of the sparse mode assume no such preloading, so this model shows what
-preloading would gain.
+one, as the paper does it. The engine preloads in another way (``engine_modes``).
 """
 
 from __future__ import annotations
@@ -10,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["MOST_LAYERS", "Cost", "Search", "System", "pipeline_cost", "search_group"]
+__all__ = [
+    "MOST_LAYERS",
+    "Cost",
+    "Search",
+    "System",
+    "paper_sparsity",
+    "pipeline_cost",
+    "search_group",
+]
 
 MOST_LAYERS = 8
 """Most layers of a group to try."""
@@ -53,8 +60,8 @@ class System:
 
     @property
     def sp(self) -> float:
-        """Sparsity at which the weights that a token uses fit into the budget (section 4.1)."""
-        return max(0.0, 1 - self.m_max / self.s_m)
+        """Sparsity at which the weights that a token uses fit into the budget."""
+        return paper_sparsity(self.s_m, self.m_max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,11 @@ class Search:
     def best(self) -> Cost | None:
         """Cost with the shortest decoding time, or None."""
         return min(self.tried, key=lambda cost: cost.t_decode, default=None)
+
+
+def paper_sparsity(s_m: float, m_max: float) -> float:
+    """Return ``sp = 1 - M_max / S_m``, with which active weights fit the budget (section 4.1)."""
+    return max(0.0, 1 - m_max / s_m)
 
 
 def pipeline_cost(system: System, sp: float, n: int) -> Cost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -11,11 +11,12 @@ from llmaas_plugins import process_memory
 from llmaas_plugins.flash_weights.disk import Disk
 from llmaas_plugins.flash_weights.locality import (
     Reads,
+    Shares,
     cached_shares,
     expected_reads,
     use_rates,
 )
-from llmaas_plugins.flash_weights.model_sizes import ModelSizes
+from llmaas_plugins.flash_weights.model_sizes import ChannelBytes, ModelSizes
 
 __all__ = [
     "ARENA_BYTES",
@@ -65,6 +66,7 @@ class Prediction:
         group_layers: N, layers whose channels are read at once; 0 if no channels are read.
         cache: Bytes of weights that stay in memory.
         keeps: Cache of the sparse mode, which decides which channels stay; None in other modes.
+        preload: Whether channels for the next group of layers are read ahead.
         token_s: Seconds per token.
         read: Bytes read per token.
         least_budget: Least memory of the process in bytes.
@@ -74,6 +76,7 @@ class Prediction:
     sparsity: float
     group_layers: int
     keeps: Keeps | None
+    preload: bool
     cache: int
     token_s: float
     read: float
@@ -81,7 +84,12 @@ class Prediction:
 
 
 def least_budget(
-    sizes: ModelSizes, process: int, keeps: Cache | None = None, arena: int = ARENA_BYTES
+    sizes: ModelSizes,
+    process: int,
+    keeps: Cache | None = None,
+    arena: int = ARENA_BYTES,
+    *,
+    preload: bool = False,
 ) -> int:
     """Return the least memory of a process in which a model can be loaded and run.
 
@@ -90,9 +98,11 @@ def least_budget(
         process: Bytes of the process without the model.
         keeps: Cache of the sparse mode; None for the exact mode.
         arena: Bytes of the buffer that streamed weights pass through.
+        preload: Whether channels are read ahead, into memory as large as the arena.
     """
     loading = process + sizes.resident + sizes.app + sizes.largest
     running = fixed_bytes(sizes, process) + _through(sizes, keeps, arena) + _least(sizes)
+    running += arena if preload else 0
     return max(loading, running)
 
 
@@ -129,6 +139,7 @@ def predict_exact(sizes: ModelSizes, machine: Hardware, budget: int) -> Predicti
         sparsity=0.0,
         group_layers=0,
         keeps=None,
+        preload=False,
         cache=min(room, sizes.streamed),
         token_s=max(sizes.used / machine.bytes_per_s, read / machine.disk.bytes_per_s),
         read=read,
@@ -150,6 +161,7 @@ def predict_streamed(
         sparsity=sparsity,
         group_layers=1,
         keeps="streamed",
+        preload=False,
         cache=min(room, plain + sizes.experts),
         token_s=max(computing_s, read / machine.disk.bytes_per_s),
         read=read,
@@ -157,27 +169,44 @@ def predict_streamed(
     )
 
 
-def predict_sparse(
-    sizes: ModelSizes, machine: Hardware, budget: int, sparsity: float, *, keeps: Keeps
+def predict_sparse(  # noqa: PLR0913 -- model, machine, budget, and the mode's settings
+    sizes: ModelSizes,
+    machine: Hardware,
+    budget: int,
+    sparsity: float,
+    *,
+    keeps: Keeps,
+    preload: bool = False,
 ) -> Prediction:
-    """Predict the sparse mode that reads channels on demand and only other weights ahead."""
+    """Predict the sparse mode that reads channels on demand and only other weights ahead.
+
+    A token takes ``T_onload + max(T_preload, T_comp)`` (ActiveFlow, Eqs 5 to 7). The engine reads
+    ahead only while it computes, so ``T_preload`` is at most ``T_comp``: whatever was not read by
+    then is read on demand. Without preloading, ``T_preload`` is 0.
+    """
     through = fixed_bytes(sizes, machine.process) + _through(sizes, keeps, ARENA_BYTES)
-    room = max(0, budget - through)
+    room = max(0, budget - through - (ARENA_BYTES if preload else 0))
     cache = min(max(0, room - sizes.dense - sizes.experts), sizes.in_channels)
-    disk = machine.disk
-    reads = _channel_reads(sizes, cache / sizes.in_channels, sparsity, keeps, disk.gap_bytes)
-    dense = _streamed(sizes.dense, sizes, room)
-    waiting_s = reads.n_reads * disk.read_s + reads.n_bytes / disk.bytes_per_s
     computing_s = _used_sparse(sizes, sparsity) / machine.bytes_per_s
+    dense = _streamed(sizes.dense, sizes, room)
+    dense_s = dense / machine.disk.bytes_per_s
+    use = _Use(sizes, cache / sizes.in_channels, sparsity, keeps, machine.disk.gap_bytes)
+    ahead, done = Reads(0, 0), 0.0
+    if preload:
+        ahead = use.reads_ahead()
+        ahead_s = _seconds(ahead, machine.disk)
+        done = min(1.0, max(0.0, computing_s - dense_s) / ahead_s) if ahead_s else 1.0
+    demanded = use.reads(done)
     return Prediction(
         mode="sparse",
         sparsity=sparsity,
         group_layers=round(sizes.channels[0].stride / sizes.channels[0].n_bytes),
         keeps=keeps,
+        preload=preload,
         cache=min(room, sizes.dense + sizes.experts + cache),
-        token_s=waiting_s + max(computing_s, dense / disk.bytes_per_s),
-        read=reads.n_bytes + dense,
-        least_budget=least_budget(sizes, machine.process, keeps),
+        token_s=_seconds(demanded, machine.disk) + max(computing_s, dense_s),
+        read=demanded.n_bytes + done * ahead.n_bytes + dense,
+        least_budget=least_budget(sizes, machine.process, keeps, preload=preload),
     )
 
 
@@ -196,14 +225,51 @@ def _streamed(plain: int, sizes: ModelSizes, room: int) -> float:
     return missing
 
 
-def _channel_reads(
-    sizes: ModelSizes, share: float, sparsity: float, keeps: Keeps, gap_bytes: int
-) -> Reads:
-    total = Reads(0, 0)
-    for one in sizes.channels:
-        rates = use_rates(one.means, sparsity)
-        busiest = np.arange(one.n_channels) < share * one.n_channels
-        cached = busiest if keeps == "busiest" else cached_shares(rates, share)
-        reads = expected_reads(rates * (1 - cached), one.n_bytes, one.stride, gap_bytes)
-        total += Reads(*(one.n_layers * number for number in reads))
-    return total
+def _seconds(reads: Reads, disk: Disk) -> float:
+    return reads.n_reads * disk.read_s + reads.n_bytes / disk.bytes_per_s
+
+
+class _Use(NamedTuple):
+    """Use of channels by a token.
+
+    Attributes:
+        sizes: Sizes of the model.
+        share: Share of the channels in the cache.
+        sparsity: Share of the channels' weights that is left out.
+        keeps: The cache.
+        gap_bytes: Longest gap between channels that is read with them.
+    """
+
+    sizes: ModelSizes
+    share: float
+    sparsity: float
+    keeps: Keeps
+    gap_bytes: int
+
+    def reads(self, done: float = 0.0) -> Reads:
+        """Return the reads on demand, if the share ``done`` of the foreseen channels is there."""
+        total = Reads(0, 0)
+        for one in self.sizes.channels:
+            missing = self._missing(one) * (1 - done * one.foreseen_at(self.sparsity))
+            reads = expected_reads(missing, one.n_bytes, one.stride, self.gap_bytes)
+            total += Reads(*(one.n_layers * number for number in reads))
+        return total
+
+    def reads_ahead(self) -> Reads:
+        """Return the reads of all channels that the group before makes likely.
+
+        A record has a channel's columns in all layers of a group. Nothing predicts the first group.
+        """
+        total = Reads(0, 0)
+        for one in self.sizes.channels:
+            n_groups = max(0.0, one.n_layers * one.n_bytes / one.stride - 1)
+            reads = expected_reads(self._missing(one), one.stride, one.stride, self.gap_bytes)
+            total += Reads(*(n_groups * number for number in reads))
+        return total
+
+    def _missing(self, one: ChannelBytes) -> Shares:
+        """Return the share of tokens for which each channel is used, but not in the cache."""
+        rates = use_rates(one.means, one.left_out(self.sparsity))
+        busiest = np.arange(one.n_channels) < self.share * one.n_channels
+        cached = busiest if self.keeps == "busiest" else cached_shares(rates, self.share)
+        return rates * (1 - cached)

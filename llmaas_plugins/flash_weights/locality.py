@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 __all__ = [
     "TYPICAL_SPREAD",
     "Reads",
+    "Shares",
     "cached_shares",
     "expected_reads",
     "typical_means",

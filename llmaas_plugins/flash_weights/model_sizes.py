@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +22,9 @@ from llmaas_plugins.flash_weights.channel_layout import (
     groups_of,
     key_of,
 )
-from llmaas_plugins.flash_weights.locality import typical_means
+from llmaas_plugins.flash_weights.channel_use import ChannelUse, assumed_foreseen, means_of
 from llmaas_plugins.flash_weights.packed import streamable
+from llmaas_plugins.flash_weights.shares import SPARSITIES, Share, at_sparsity, equal_share
 from llmaas_plugins.model.cell_sizes import values_in_cells
 from llmaas_plugins.model.gguf_header import read_header
 
@@ -85,6 +87,8 @@ class ChannelBytes:
         n_bytes: Bytes of one channel in a layer.
         stride: Bytes from one channel to the next in the channel file.
         means: Mean magnitude of each channel, busiest first.
+        shares: Share of the values that is left out at each of ``SPARSITIES``.
+        foreseen: Share of the active channels that preloading foresees, at the same sparsities.
     """
 
     family: str
@@ -93,6 +97,16 @@ class ChannelBytes:
     n_bytes: int
     stride: int
     means: NDArray[np.float64]
+    shares: Share
+    foreseen: Share
+
+    def left_out(self, sparsity: float) -> float:
+        """Return the share of the values that is left out."""
+        return at_sparsity(self.shares, sparsity)
+
+    def foreseen_at(self, sparsity: float) -> float:
+        """Return the share of the active channels that preloading foresees."""
+        return float(np.interp(sparsity, (0.0, *SPARSITIES), (1.0, *self.foreseen)))
 
     @property
     def layer_bytes(self) -> int:
@@ -188,6 +202,7 @@ def sizes_of(  # noqa: PLR0913 -- a file and the settings of a context
     *,
     cell_bytes: float = CELL_BYTES,
     is_flash: bool = False,
+    uses: Mapping[str, ChannelUse] = MappingProxyType({}),
 ) -> ModelSizes:
     """Return the memory needs of a model.
 
@@ -199,6 +214,7 @@ def sizes_of(  # noqa: PLR0913 -- a file and the settings of a context
         n_batch: Most tokens that are computed together (``n_ubatch``).
         cell_bytes: Bytes of one key value and one value value together.
         is_flash: Whether attention is computed as flash attention.
+        uses: How channels are used, by family; what is missing is assumed.
     """
     streamed = streamable(tensors)
     keys = {key_of(operand) for operand in channel_operands(tensors)}
@@ -222,7 +238,7 @@ def sizes_of(  # noqa: PLR0913 -- a file and the settings of a context
         buffers=min(n_batch, n_ctx) * _buffer_bytes(tensors, metadata, n_attended, n_cells),
         work=min(n_batch, n_ctx) * _work_bytes(tensors, metadata, n_attended),
         app=_LLAMA_BYTES + _TOKEN_BYTES * _embeddings(tensors)[1],
-        channels=_channels(groups),
+        channels=_channels(groups, uses),
         dense=n_streamed - sum(experts) - sum(tensors[name].n_bytes for name in with_channels),
         scales=sum(part.n_bytes for group in groups for part in group.scales),
     )
@@ -241,7 +257,7 @@ def whole_bytes(tensors: Mapping[str, TensorInfo], metadata: Metadata | None) ->
     return n_bytes + sizes_of(tensors, metadata, min(metadata.n_trained or _USUAL, _USUAL)).kv
 
 
-def _channels(groups: Sequence[Group]) -> tuple[ChannelBytes, ...]:
+def _channels(groups: Sequence[Group], uses: Mapping[str, ChannelUse]) -> tuple[ChannelBytes, ...]:
     """Group layers of the same shape."""
     found = Counter(
         (operand.family, operand.n_channels, n_bytes, sum(group.layer_bytes))
@@ -250,9 +266,22 @@ def _channels(groups: Sequence[Group]) -> tuple[ChannelBytes, ...]:
     )
     return tuple(
         ChannelBytes(
-            family, n_layers, n_channels, n_bytes, stride, typical_means(family, n_channels)
+            family, n_layers, n_channels, n_bytes, stride,
+            *_used(uses.get(family), family, n_channels),
         )
         for (family, n_channels, n_bytes, stride), n_layers in found.items()
+    )  # fmt: skip
+
+
+def _used(
+    use: ChannelUse | None, family: str, n_channels: int
+) -> tuple[NDArray[np.float64], Share, Share]:
+    """Return means, shares and foreseen shares of a family, measured or assumed."""
+    foreseen = use.foreseen if use else None
+    return (
+        means_of(use, family, n_channels),
+        use.share if use else equal_share(),
+        assumed_foreseen(family) if foreseen is None else foreseen,
     )
 
 

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-
-import numpy as np
-
 from llmaas_plugins.flash_weights.cost_model import Cost, System
 from llmaas_plugins.flash_weights.engine_modes import ARENA_BYTES, Hardware, Prediction, fixed_bytes
 from llmaas_plugins.flash_weights.locality import cached_shares, use_rates
 from llmaas_plugins.flash_weights.model_sizes import ModelSizes
 
-__all__ = ["SIMILARITY", "HitRate", "hit_rate_between", "predict_pipeline", "system_of"]
-
-HitRate = Callable[[float, float], float]
-"""Function from the share of the channels in the cache and the sparsity to the hit rate."""
-
-SIMILARITY: Mapping[str, float] = MappingProxyType(
-    {"attn_qkv": 0.77, "attn_output": 0.5, "ffn_up": 0.77, "ffn_down": 0.5}
-)
-"""Share of a layer's active channels that are also active in the layer before, at half sparsity.
-
-The values were measured in a small model. For two families they equal chance.
-"""
+__all__ = ["hit_rate", "predict_pipeline", "similarity", "system_of"]
 
 
 def system_of(
     sizes: ModelSizes,
     machine: Hardware,
     budget: int,
-    similarity: Mapping[str, float] = SIMILARITY,
-    hit_rate: HitRate | None = None,
+    sparsity: float,
 ) -> System:
-    """Describe a model on a machine in the symbols of ActiveFlow's Table 1."""
+    """Describe a model on a machine in the symbols of ActiveFlow's Table 1.
+
+    Similarity (si, Eq 6) is what the model's channels have at this sparsity. The hit rate (hr,
+    Eqs 3, 6 and 7) follows from their magnitudes.
+    """
     in_channels = sizes.in_channels
 
     def bw_flash(n: int) -> float:
@@ -52,24 +39,19 @@ def system_of(
         + sizes.scales
         + sizes.dense
         + sizes.experts,
-        si=sum(one.all_bytes * similarity[one.family] for one in sizes.channels) / in_channels,
+        si=similarity(sizes, sparsity),
         bw_mem=machine.bytes_per_s,
         bw_flash=bw_flash,
-        hit_rate=hit_rate or (lambda share, sparsity: _hit_rate(sizes, share, sparsity)),
+        hit_rate=lambda share, sp: hit_rate(sizes, share, sp),
     )
 
 
-def hit_rate_between(points: Mapping[float, float]) -> HitRate:
-    """Return a hit rate interpolated between measured points.
-
-    Args:
-        points: Hit rates by the cache's share of the channels. The hit rate is 0 without a cache,
-            and 1 if the cache holds all channels.
-    """
-    known = {0.0: 0.0, 1.0: 1.0} | dict(points)
-    shares = sorted(known)
-    rates = [known[share] for share in shares]
-    return lambda share, _sparsity: float(np.interp(share, shares, rates))
+def similarity(sizes: ModelSizes, sparsity: float) -> float:
+    """Return the share of the active channels' bytes that the layer before foresees."""
+    parts = [(one.all_bytes * (1 - one.left_out(sparsity)), one) for one in sizes.channels]
+    return sum(used * one.foreseen_at(sparsity) for used, one in parts) / sum(
+        used for used, _ in parts
+    )
 
 
 def predict_pipeline(
@@ -86,6 +68,7 @@ def predict_pipeline(
         sparsity=cost.sp,
         group_layers=cost.n,
         keeps=None,
+        preload=False,
         cache=int(min(cost.m_cache, system.s_m)),
         token_s=cost.t_decode + others / machine.bytes_per_s,
         read=missed * (1 + (1 - system.si) / cost.n),
@@ -93,11 +76,11 @@ def predict_pipeline(
     )
 
 
-def _hit_rate(sizes: ModelSizes, share: float, sparsity: float) -> float:
-    """Return the share of the used bytes that a cache of the busiest channels has."""
+def hit_rate(sizes: ModelSizes, share: float, sparsity: float) -> float:
+    """Return the share of the used bytes in a cache that holds ``share`` of the channels."""
     used = found = 0.0
     for one in sizes.channels:
-        rates = use_rates(one.means, sparsity)
+        rates = use_rates(one.means, one.left_out(sparsity))
         n_bytes = one.n_layers * one.n_bytes
         used += n_bytes * float(rates.sum())
         found += n_bytes * float(rates @ cached_shares(rates, share))

@@ -6,10 +6,10 @@ ActiveFlow's cost model (``pipeline``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llmaas_plugins.flash_weights.cost_model import Search, search_group
+from llmaas_plugins.flash_weights.cost_model import Search, paper_sparsity, search_group
 from llmaas_plugins.flash_weights.engine_modes import (
     Hardware,
     Keeps,
@@ -21,12 +21,7 @@ from llmaas_plugins.flash_weights.engine_modes import (
 )
 from llmaas_plugins.flash_weights.memory import require
 from llmaas_plugins.flash_weights.model_sizes import ModelSizes
-from llmaas_plugins.flash_weights.pipeline import (
-    SIMILARITY,
-    HitRate,
-    predict_pipeline,
-    system_of,
-)
+from llmaas_plugins.flash_weights.pipeline import predict_pipeline, system_of
 
 __all__ = ["MOST_SPARSITY", "ModePlan", "check_budget", "make_plan"]
 
@@ -46,7 +41,8 @@ class ModePlan:
         budget: Memory of the process.
         sparsity: Requested sparsity, or ActiveFlow's for the budget.
         exact: Prediction of the exact mode.
-        sparse: Predictions of the sparse mode, by cache; empty if the model has no channels.
+        sparse: Predictions of the sparse mode, by cache, without and with preloading; empty if the
+            model has no channels.
         pipeline: Prediction of each group size that the search tried.
         search: Search for ActiveFlow's group size; None without channels.
         recommended: The recommended prediction, one of the engine's.
@@ -66,14 +62,8 @@ class ModePlan:
         return _fastest(self.budget, self.sparse)
 
 
-def make_plan(  # noqa: PLR0913 -- model, machine, budget, and what is known of the cache
-    sizes: ModelSizes,
-    machine: Hardware,
-    budget: int,
-    sparsity: float | None = None,
-    *,
-    similarity: Mapping[str, float] = SIMILARITY,
-    hit_rate: HitRate | None = None,
+def make_plan(
+    sizes: ModelSizes, machine: Hardware, budget: int, sparsity: float | None = None
 ) -> ModePlan:
     """Compare the engine's modes and ActiveFlow's pipeline under a budget.
 
@@ -82,9 +72,6 @@ def make_plan(  # noqa: PLR0913 -- model, machine, budget, and what is known of 
         machine: Machine that runs the model.
         budget: Memory of the process.
         sparsity: Share of values left out; None uses the paper's ``1 - M_max / S_m``.
-        similarity: Similarity of the active channels of neighboring layers, by family.
-        hit_rate: Measured hit rate of the cache (``hit_rate_between``). If None, it is predicted
-            from the channels' magnitudes.
 
     Raises:
         UnmetBudgetError: No mode works with this budget.
@@ -93,10 +80,16 @@ def make_plan(  # noqa: PLR0913 -- model, machine, budget, and what is known of 
     exact = predict_exact(sizes, machine, budget)
     if not sizes.channels:
         return ModePlan(budget, 0.0, exact, (), (), None, exact)
-    system = system_of(sizes, machine, budget, similarity, hit_rate)
-    chosen = min(system.sp, MOST_SPARSITY) if sparsity is None else sparsity
+    chosen = sparsity
+    if chosen is None:
+        chosen = min(paper_sparsity(sizes.in_channels, budget), MOST_SPARSITY)
+    system = system_of(sizes, machine, budget, chosen)
     kinds: tuple[Keeps, ...] = ("busiest", "shared")
-    sparse = tuple(predict_sparse(sizes, machine, budget, chosen, keeps=keeps) for keeps in kinds)
+    sparse = tuple(
+        predict_sparse(sizes, machine, budget, chosen, keeps=keeps, preload=preload)
+        for preload in (False, True)
+        for keeps in kinds
+    )
     # Grouped channels of a single layer are not contiguous, so they cannot be read ahead.
     if sparse[0].group_layers == 1:
         sparse = (predict_streamed(sizes, machine, budget, chosen), *sparse)

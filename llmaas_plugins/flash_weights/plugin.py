@@ -329,8 +329,10 @@ class FlashWeights:
 
     def _needed(self, sizes: ModelSizes) -> int:
         """Return the least bytes for one more model and the current ones."""
-        keeps = self._config.cache if self._config.mode == "sparse" else None
-        return self._residency.needed() + least_budget(sizes, 0, keeps, self._config.arena)
+        config, is_sparse = self._config, self._config.mode == "sparse"
+        keeps, preload = config.cache if is_sparse else None, config.preload and is_sparse
+        least = least_budget(sizes, 0, keeps, config.arena, preload=preload)
+        return self._residency.needed() + least
 
     @contextmanager
     def _advisory(self) -> Iterator[None]:

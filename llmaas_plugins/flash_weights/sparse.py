@@ -14,7 +14,7 @@ from llmaas_hooks import (
     ModelLoad,
     TensorInfo,
 )
-from llmaas_plugins.flash_weights.channel_layout import Piece
+from llmaas_plugins.flash_weights.channel_layout import Piece, predictors_of
 from llmaas_plugins.flash_weights.channels import (
     ChannelFile,
     Channels,
@@ -66,30 +66,14 @@ def add_channels(weights: FileWeights, file: ChannelFile, config: FlashWeightsCo
             "cache `streamed` reads whole layers. Run `llmaas flash pack --sparse` without "
             "--group-layers, or choose another cache."
         )
-    predictors = _predictors(file) if config.preload else {}
+    operands = [channels.operand for channels in file.operands.values()]
+    predictors = predictors_of(operands, file.group_layers) if config.preload else {}
     with open_scales(file) as read_scales:
         for number, channels in enumerate(file.operands.values()):
             # Build one operand at a time, because the engine copies its scales.
             operand = _operand(channels, read_scales, config)
             operand = replace(operand, predictor=predictors.get(number))
             weights.add_operand(str(file.path), file.stamp, operand)
-
-
-def _predictors(file: ChannelFile) -> dict[int, int]:
-    """Return the predictor of each operand, by operand number.
-
-    The predictor is the operand of the first layer in the group before. It must have the same
-    number of channels.
-    """
-    first: dict[tuple[int, str, int], int] = {}
-    found = {}
-    for number, channels in enumerate(file.operands.values()):
-        (group, family), n_channels = channels.group, len(channels.order)
-        first.setdefault((group, family, n_channels), number)
-        predictor = first.get((group - 1, family, n_channels))
-        if predictor is not None:
-            found[number] = predictor
-    return found
 
 
 def _operand(

@@ -13,7 +13,7 @@ from llmaas_hooks import ConfigError, StoreError, TensorInfo
 from llmaas_plugins.cli.files import check_room, check_target
 from llmaas_plugins.cli.flash.distill_report import lines_of, report_of
 from llmaas_plugins.cli.flash.pack import tensors_of
-from llmaas_plugins.cli.flash.plan import group_layers_of
+from llmaas_plugins.cli.flash.plan import channel_contents
 from llmaas_plugins.cli.flash.sharing import (
     kept_steps,
     packaged_windows,
@@ -362,13 +362,13 @@ def _write(job: _Job, path: Path) -> ChannelFile:
     with job.bar("calibrating", len(SPARSITIES) * windows.shape[1]) as bar:
         found = calibrate(job.student, windows, job.shares, n_prompt, bar.update)
     model, tensors = job.args.model, job.tensors
-    group_layers, _ = group_layers_of(model, tensors)
+    contents, _ = channel_contents(model, tensors)
     writing = write_channels(
         model,
         path,
         tensors,
         found,
-        group_layers=group_layers,
+        group_layers=contents.group_layers if contents else 1,
         distillation=distillation_of(job.student, job.recipe, tensors),
     )
     n_bytes = sum(tensors[name].n_bytes for name in job.student.names)

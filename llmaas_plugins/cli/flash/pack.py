@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_pack", "is_packed", "tensors_of"]
 
-_N_TOKENS = 2048
+_N_TOKENS, _N_FORESEEN = 2048, 512
+"""Tokens that show how large values are, and which of them the layer before foresees."""
 _MOST_GROUP_LAYERS = 64
 
 
@@ -163,7 +164,7 @@ def _pack_channels(args: argparse.Namespace, tensors: Mapping[str, TensorInfo]) 
     shares = None
     if found and not args.equal_shares:
         shares = measured_shares(model, found, tensors, text)
-    activities = _calibrated(model, found, text, shares) if found else {}
+    activities = _calibrated(args, found, text, shares) if found else {}
     names = [name for operand in found for name in operand.weights]
     writing = write_channels(model, path, tensors, activities, group_layers=args.group_layers)
     _write(path, "packing columns", names, tensors, writing)
@@ -184,7 +185,7 @@ def _write(
 
 
 def _calibrated(
-    path: Path, operands: list[Operand], text: bytes | None, shares: Shares | None
+    args: argparse.Namespace, operands: list[Operand], text: bytes | None, shares: Shares | None
 ) -> Calibration:
     """Calibrate a model's operands by evaluating a text."""
     from llmaas_plugins.activation import activate
@@ -194,9 +195,12 @@ def _calibrated(
     config = {"on_error": "raise", "plugins": {"flash_weights": {}}}
     with contextlib.ExitStack() as opened:
         opened.enter_context(activate(config, {"calibrator": calibrator}))
-        model = opened.enter_context(opening(path))
+        model = opened.enter_context(opening(args.model))
         tokens = None if text is None else tokens_of(text, model)
-        bar = opened.enter_context(progress_bar("calibrating", "token", _N_TOKENS))
-        return calibrator.calibrate(
+        bar = opened.enter_context(progress_bar("calibrating", "token", _N_TOKENS + _N_FORESEEN))
+        found = calibrator.calibrate(
             model.model, operands, tokens, shares=shares, n_tokens=_N_TOKENS, progress=bar.update
+        )
+        return calibrator.foresee(
+            model.model, found, args.group_layers, tokens, n_tokens=_N_FORESEEN, progress=bar.update
         )

@@ -8,13 +8,14 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmaas_hooks import StoreError, TensorInfo
 from llmaas_plugins.cli.flash.pack import tensors_of
+from llmaas_plugins.cli.flash.plan_text import plan_text
 from llmaas_plugins.cli.models import add_model_action
 from llmaas_plugins.cli.options import at_least, positive
 from llmaas_plugins.cli.output import print_report, progress_bar
@@ -23,16 +24,20 @@ from llmaas_plugins.server import import_server
 from llmaas_plugins.sizes import memory_bytes
 
 if TYPE_CHECKING:
+    from llmaas_plugins.flash_weights.channel_header import Contents
     from llmaas_plugins.flash_weights.disk import Disk
     from llmaas_plugins.flash_weights.engine_modes import Hardware, Prediction
+    from llmaas_plugins.flash_weights.model_sizes import ModelSizes
     from llmaas_plugins.flash_weights.planner import ModePlan
 
-__all__ = ["add_plan", "group_layers_of"]
+__all__ = ["add_plan", "channel_contents"]
 
 _MIB = 1 << 20
 _COMPUTING_S = 0.5
 _LEAST_DEPTH = 4
 """Least reads in flight, because completed reads are not replaced between products."""
+_CACHED = 0.5
+"""Share of the channels in a cache, whose hit rate is printed."""
 _WARM_TOKENS, _TOKENS = 32, 16
 """Tokens of ``--measure``: those that fill the cache, and those that are timed."""
 
@@ -45,7 +50,8 @@ def add_plan(actions: Any) -> None:
         plan,
         "predict the time for a token within a memory budget, and recommend settings",
         "Measure the disk, and predict the time for a token within a memory budget from that and "
-        "the model's sizes: in the exact mode, in the sparse mode, and in ActiveFlow's pipeline.",
+        "the model's sizes: in the exact mode, in the sparse mode with each cache, without and "
+        "with preloading, and in ActiveFlow's pipeline.",
         is_loaded=True,
     )
     parser.add_argument(
@@ -86,6 +92,7 @@ def add_plan(actions: Any) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     """Predict the time for a token in each mode, and recommend a mode."""
+    from llmaas_plugins.flash_weights.channel_use import channel_uses
     from llmaas_plugins.flash_weights.model_sizes import metadata_of, sizes_of
     from llmaas_plugins.flash_weights.planner import check_budget, make_plan
     from llmaas_plugins.machine import release_memory, resident_bytes
@@ -93,11 +100,13 @@ def plan(args: argparse.Namespace) -> int:
 
     tensors = tensors_of(args.model)
     source, notes = _source(args.model, tensors)
-    group_layers, sparse_note = group_layers_of(args.model, tensors)
+    contents, sparse_note = channel_contents(args.model, tensors)
     import_server()  # the plan holds for `llmaas serve`
     release_memory()
     process = resident_bytes()
-    sizes = sizes_of(tensors, metadata_of(args.model), args.context, group_layers)
+    uses = channel_uses(contents) if contents else {}
+    group_layers = contents.group_layers if contents else 1
+    sizes = sizes_of(tensors, metadata_of(args.model), args.context, group_layers, uses=uses)
     budget = args.memory_budget
     if budget is None:
         budget = obtainable_bytes() // _MIB * _MIB
@@ -122,11 +131,12 @@ def plan(args: argparse.Namespace) -> int:
         "planned_from": str(source),
         "machine": asdict(machine),
         **asdict(made),
+        "channels": _channels(sizes, made.sparsity, contents),
         "settings": settings,
         "notes": notes,
         "measured": measured,
     }
-    print_report(args, report, _text(args, made, machine, source, report))
+    print_report(args, report, plan_text(args.model, made, machine, source, report))
     return 0
 
 
@@ -150,8 +160,10 @@ def _source(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[Path, list[
     return model, [f"{path} cannot be used, so this plan is for the GGUF file: {problem}. {advice}"]
 
 
-def group_layers_of(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[int, str | None]:
-    """Return the channel file's layers in a group, and a note if the file cannot be used."""
+def channel_contents(
+    model: Path, tensors: Mapping[str, TensorInfo]
+) -> tuple[Contents | None, str | None]:
+    """Return the channel file's contents, or a note that says why the file cannot be used."""
     from llmaas_plugins.flash_weights.channel_header import CHANNEL_FILE, MODEL, contents_of
     from llmaas_plugins.flash_weights.channels import channel_path
     from llmaas_plugins.flash_weights.container_file import ContainerFile
@@ -160,15 +172,34 @@ def group_layers_of(model: Path, tensors: Mapping[str, TensorInfo]) -> tuple[int
     path = channel_path(model)
     advice = f"`llmaas flash pack --sparse {model}` writes one, which the sparse mode needs."
     if not path.exists():
-        return 1, f"There is no channel file yet: {advice}"
+        return None, f"There is no channel file yet: {advice}"
     try:
         with ContainerFile(path, CHANNEL_FILE) as file:
             if file.header.fields.get(MODEL) == digest_of(model):
-                return contents_of(file.header, tensors).group_layers, None
+                return contents_of(file.header, tensors), None
         problem = "it belongs to another model file"
     except (StoreError, ValueError) as error:
         problem = str(error)
-    return 1, f"{path} cannot be used: {problem}. {advice}"
+    return None, f"{path} cannot be used: {problem}. {advice}"
+
+
+def _channels(
+    sizes: ModelSizes, sparsity: float, contents: Contents | None
+) -> dict[str, Any] | None:
+    """Return how channels are used at a sparsity, and which of that was measured."""
+    from llmaas_plugins.flash_weights.pipeline import hit_rate, similarity
+
+    if not sizes.channels:
+        return None
+    return {
+        "similarity": similarity(sizes, sparsity),
+        "cached": _CACHED,
+        "hit_rate": hit_rate(sizes, _CACHED, sparsity),
+        "measured": {
+            "similarity": contents is not None and contents.foreseen is not None,
+            "hit_rate": contents is not None and contents.magnitudes is not None,
+        },
+    }
 
 
 def _machine(source: Path, seconds: float, process: int) -> Hardware:
@@ -203,6 +234,8 @@ def _settings(made: ModePlan, disk: Disk) -> dict[str, Any]:
     if made.recommended.mode == "sparse":
         keeps = made.recommended.keeps
         settings |= {"mode": "sparse", "sparsity": round(made.sparsity, 3), "cache": keeps}
+        if made.recommended.preload:
+            settings["preload"] = True
     return settings | (_reading(made.recommended, disk) if made.recommended.read else {})
 
 
@@ -256,103 +289,6 @@ def _measured(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str
 def _read_bytes(suite: Any) -> int:
     models = suite.status()["plugins"]["flash_weights"]["models"]
     return sum(model["read_bytes"] for model in models)
-
-
-# -- text ----------------------------------------------------------------------------------------
-
-
-def _text(
-    args: argparse.Namespace,
-    made: ModePlan,
-    machine: Hardware,
-    source: Path,
-    report: Mapping[str, Any],
-) -> Iterator[str]:
-    disk = machine.disk
-    yield f"{args.model}, read from {source.name}"
-    yield (
-        f"disk: {1e6 * disk.read_s:.0f} µs a read and {disk.bytes_per_s / 1e9:.2f} GB/s; best with "
-        f"{disk.small_depth} short or {disk.large_depth} long reads in flight; channels up to "
-        f"{disk.gap_bytes >> 10} KiB apart are best read together"
-    )
-    yield (
-        f"memory: {machine.bytes_per_s / 1e9:.1f} GB/s with as many threads as Llama uses; "
-        f"`llmaas serve` takes {machine.process // _MIB} MiB before it loads a model"
-    )
-    yield ""
-    yield from _table(made)
-    yield ""
-    if made.search is not None:
-        yield (
-            "pipeline: predictions of ActiveFlow's equations for reading groups of N layers ahead "
-            f"(preload); {_ended(made)}."
-        )
-    yield from report["notes"]
-    yield f"Recommended: {_recommendation(made)}."
-    yield "[plugins.flash_weights]"
-    for name, value in report["settings"].items():
-        yield f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}"
-    measured = report["measured"]
-    if measured is not None:
-        row = made.recommended
-        yield (
-            f"Measured: {1e3 * measured['token_s']:.1f} ms a token (predicted "
-            f"{1e3 * row.token_s:.1f}), {measured['read'] / 1e6:.1f} MB read (predicted "
-            f"{row.read / 1e6:.1f})."
-        )
-
-
-def _recommendation(made: ModePlan) -> str:
-    """Return the recommended mode and the reason."""
-    exact, sparse, chosen = made.exact, made.fastest_sparse, made.recommended
-    fits = exact.read == 0
-    if sparse is None or (fits and made.sparsity == 0):
-        return "exact; all weights fit" if fits else "exact; nothing else works here"
-    times = f"{exact.token_s / sparse.token_s:.1f} times as fast"
-    if chosen.mode == "sparse":
-        return f"sparse; {times} as the exact mode, but it changes the text"
-    reason = "all weights fit, and " if fits else ""
-    return f"exact; {reason}the sparse mode would be {times}, but it changes the text"
-
-
-def _ended(made: ModePlan) -> str:
-    """Return why the pipeline search ended, and its result."""
-    assert made.search is not None
-    best = made.search.best
-    return made.search.reason + (f", and the best is N = {best.n}" if best else "")
-
-
-def _table(made: ModePlan) -> Iterator[str]:
-    head = (
-        "mode",
-        "sparsity",
-        "N",
-        "keeps",
-        "in memory",
-        "ms a token",
-        "read a token",
-        "least budget",
-    )
-    found = (made.exact, *made.sparse, *made.pipeline)
-    rows = [head, *(_cells(row, made.budget) for row in found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for mode, *cells in rows:
-        shown = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        yield "  ".join([mode.ljust(widths[0]), *shown])
-
-
-def _cells(row: Prediction, budget: int) -> tuple[str, ...]:
-    works = budget >= row.least_budget
-    return (
-        row.mode,
-        f"{100 * row.sparsity:.0f} %",
-        str(row.group_layers or "-"),
-        row.keeps or "-",
-        f"{row.cache // _MIB} MiB" if works else "-",
-        f"{1e3 * row.token_s:.1f}" if works else "-",
-        f"{row.read / 1e6:.1f} MB" if works else "-",
-        f"{math.ceil(row.least_budget / _MIB)} MiB",
-    )
 
 
 # -- option values -------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ def _few_tokens():
     """Calibrate with few tokens, to save time."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("llmaas_plugins.cli.flash.pack._N_TOKENS", 64)
+        patched.setattr("llmaas_plugins.cli.flash.pack._N_FORESEEN", 16)
         yield
 
 

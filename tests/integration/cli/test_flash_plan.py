@@ -29,6 +29,7 @@ def made(tmp_path_factory):
     write_random_model(path, SHAPE, GGMLQuantizationType.Q8_0)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("llmaas_plugins.cli.flash.pack._N_TOKENS", 64)
+        patched.setattr("llmaas_plugins.cli.flash.pack._N_FORESEEN", 16)
         command = ["flash", "pack", "--sparse", "--equal-shares", "--group-layers", "2", str(path)]
         assert main(command) == 0
     return path
@@ -85,7 +86,10 @@ def test_a_table_and_settings(made, capsys, machine):
     table = [
         line.split()[:2] for line in lines[head + 1 :] if line[:5] in {"exact", "spars", "pipel"}
     ]
-    assert table[:4] == [["exact", "0"], *2 * [["sparse", "60"]], ["pipeline", "60"]]
+    assert table[:6] == [["exact", "0"], *4 * [["sparse", "60"]], ["pipeline", "60"]]
+    assert [line.count("preload ") for line in lines[head + 1 : head + 6]] == [0, 0, 0, 1, 1]
+    assert re.search(r"foresees \d+ % of those that a token uses \(measured\)", out)
+    assert "(from measured magnitudes)" in out
     assert out.endswith(
         '[plugins.flash_weights]\nmemory_budget = "150 MiB"\nqueue_depth = 4\n'
         'read_size = "1024 KiB"\n'
@@ -121,8 +125,12 @@ def test_for_programs(made, capsys, machine):
     found = report(capsys, made, "--sparsity", "0.9", budget="150 MiB")
     assert found["machine"]["disk"]["read_s"] == 8e-6
     assert found["run"]["versions"].keys() == {"llama-cpp-python", "llmaas-plugins"}
-    assert [row["group_layers"] for row in found["sparse"]] == [2, 2]
-    assert all(found["exact"]["read"] > row["read"] > 0 for row in found["sparse"])
+    assert [row["group_layers"] for row in found["sparse"]] == [2] * 4
+    assert [row["preload"] for row in found["sparse"]] == [False, False, True, True]
+    assert found["channels"]["measured"] == {"similarity": True, "hit_rate": True}
+    assert 0 < found["channels"]["similarity"] < 1
+    on_demand = [row for row in found["sparse"] if not row["preload"]]
+    assert all(found["exact"]["read"] > row["read"] > 0 for row in on_demand)
     assert [row["group_layers"] for row in found["pipeline"]] == list(
         range(1, len(found["pipeline"]) + 1)
     )
@@ -132,6 +140,8 @@ def test_for_programs(made, capsys, machine):
     exact = {"queue_depth": 4, "read_size": "1024 KiB"}
     sparse = {"queue_depth": 64, "read_size": "256 KiB", "read_gap": "11 KiB"}
     sparse |= {"mode": "sparse", "sparsity": 0.9, "cache": found["recommended"]["keeps"]}
+    if found["recommended"]["preload"]:
+        sparse["preload"] = True
     mode = found["recommended"]["mode"]
     assert found["settings"] == {"memory_budget": "150 MiB"} | (
         exact if mode == "exact" else sparse
@@ -152,7 +162,10 @@ def test_without_a_packed_file(alone, capsys, machine):
     assert found["planned_from"] == str(alone)
     assert any("no packed file" in note and "flash pack" in note for note in found["notes"])
     assert any(f"flash pack --sparse {alone}" in note for note in found["notes"])
-    assert [row["keeps"] for row in found["sparse"]] == ["streamed", "busiest", "shared"]
+    keeps = ["streamed", *2 * ["busiest", "shared"]]
+    assert [row["keeps"] for row in found["sparse"]] == keeps
+    assert found["channels"]["measured"] == {"similarity": False, "hit_rate": False}
+    assert "(assumed)" in run(capsys, alone)[1]
 
 
 @pytest.mark.usefixtures("machine")

@@ -75,6 +75,28 @@ def test_of_a_text(reference_model):
         np.testing.assert_allclose(activity.means, sizes.mean(axis=0), rtol=1e-2)
 
 
+@pytest.mark.parametrize("group_layers", [1, 2])
+def test_which_channels_the_group_before_foresees(reference_model, group_layers):
+    sizes = activations(reference_model, TEXT)
+    found = operands(model_tensors(reference_model))
+    calibrator = Calibrator()
+    with native(calibrator=calibrator), loaded(reference_model) as model:
+        known = calibrator.calibrate(model, found, TEXT, n_threads=1)
+        measured = calibrator.foresee(model, known, group_layers, TEXT, n_tokens=600, n_threads=1)
+    large = {one: sizes[one][..., None] >= activity.thresholds for one, activity in known.items()}
+    for operand, activity in measured.items():
+        first = (operand.layer // group_layers - 1) * group_layers
+        before = [one for one in found if (one.layer, one.family) == (first, operand.family)]
+        expected = np.zeros(19)
+        if before:
+            both = large[operand] & large[before[0]]
+            expected = both.sum(axis=(0, 1)) / large[operand].sum(axis=(0, 1))
+            assert activity.foreseen[9] > 0.4
+        np.testing.assert_allclose(activity.foreseen, expected, atol=0.01)
+        assert activity.foreseen.dtype == np.float32
+        assert np.array_equal(activity.thresholds, known[operand].thresholds)
+
+
 @pytest.mark.slow
 def test_of_what_the_model_says(reference_model):
     done = []

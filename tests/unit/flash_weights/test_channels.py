@@ -23,8 +23,11 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, quants
 
 from llmaas_hooks import ConfigError, FileStamp, StoreError
+from llmaas_plugins.flash_weights import channel_header
 from llmaas_plugins.flash_weights.calibration import Activity
+from llmaas_plugins.flash_weights.channel_header import CHANNEL_FILE, contents_of
 from llmaas_plugins.flash_weights.channel_layout import channel_operands
+from llmaas_plugins.flash_weights.channel_use import channel_uses
 from llmaas_plugins.flash_weights.channels import (
     channel_path,
     open_channels,
@@ -32,6 +35,7 @@ from llmaas_plugins.flash_weights.channels import (
     write_channels,
 )
 from llmaas_plugins.flash_weights.config import FlashWeightsConfig
+from llmaas_plugins.flash_weights.container_file import ContainerFile
 from llmaas_plugins.flash_weights.shares import SPARSITIES, equal_share
 from llmaas_plugins.flash_weights.sparse import add_channels
 from llmaas_plugins.model.gguf_header import read_header
@@ -179,6 +183,53 @@ def test_a_file_without_shares_has_the_same_for_all(tmp_path):
     assert "llmaas.channels.shares" not in read_header(target).fields
     for channels in open_channels(target, path, tensors).operands.values():
         assert [channels.share(each) for each in SPARSITIES] == pytest.approx(SPARSITIES)
+
+
+def test_how_channels_are_used_is_kept(tmp_path):
+    path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=2)
+    tensors, target, rng = tensors_of(path), channel_path(path), np.random.default_rng(0)
+    calibration = {
+        operand: dataclasses.replace(activity, foreseen=rng.random(19, np.float32))
+        for operand, activity in calibration_of(tensors).items()
+    }
+    list(write_channels(path, target, tensors, calibration))
+    header = read_header(target)
+    with ContainerFile(target, CHANNEL_FILE) as file:
+        contents = contents_of(file.header, tensors)
+    for operand, activity in calibration.items():
+        key = (operand.layer, operand.family)
+        np.testing.assert_array_equal(contents.foreseen[key], activity.foreseen)
+        ordered = np.sort(activity.means)[::-1] / activity.means.mean()
+        magnitudes = contents.magnitudes[key]
+        assert magnitudes[16] == pytest.approx(np.median(ordered), rel=1e-3)
+        assert ordered[0] >= magnitudes[0] > magnitudes[-1] >= ordered[-1]
+    used = channel_uses(contents)["ffn_up"]
+    rows = [one.foreseen for operand, one in calibration.items() if operand.family == "ffn_up"]
+    np.testing.assert_allclose(used.foreseen, np.mean(rows, axis=0), rtol=1e-6)
+    assert "llmaas.channels.foreseen" in header.fields
+    assert open_channels(target, path, tensors).group_layers == 1
+
+
+def test_files_of_earlier_versions_do_not_say_how_channels_are_used(tmp_path, monkeypatch):
+    path = write_model(tmp_path / "model.gguf", Type.Q4_0, n_layers=1)
+    tensors, target = tensors_of(path), channel_path(path)
+    make = channel_header._header
+    monkeypatch.setattr(
+        channel_header,
+        "_header",
+        lambda model, contents, activity: make(
+            model, contents._replace(magnitudes=None, foreseen=None), activity
+        ),
+    )
+    list(write_channels(path, target, tensors, calibration_of(tensors)))
+    monkeypatch.undo()
+    assert not {"llmaas.channels.magnitudes", "llmaas.channels.foreseen"} & set(
+        read_header(target).fields
+    )
+    assert open_channels(target, path, tensors).operands
+    with ContainerFile(target, CHANNEL_FILE) as file:
+        used = channel_uses(contents_of(file.header, tensors))
+    assert all((one.magnitudes, one.foreseen) == (None, None) for one in used.values())
 
 
 def test_other_programs_can_read_it(tmp_path):

@@ -4,73 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 from flash_models import N_FF, N_KV, WIDTH, tensors_of, write_model
 from gguf import GGMLQuantizationType, GGUFWriter
+from plan_sizes import (
+    BUFFERS,
+    FIXED,
+    IN_CHANNELS,
+    MACHINE,
+    MIB,
+    PARTS,
+    SIZES,
+    channels,
+    plan,
+    sparse,
+)
 
 from llmaas_hooks import BudgetError, ConfigError, StoreError, TensorInfo
-from llmaas_plugins.flash_weights import engine_modes, pipeline
-from llmaas_plugins.flash_weights.cost_model import pipeline_cost
+from llmaas_plugins.flash_weights import engine_modes
 from llmaas_plugins.flash_weights.disk import Disk
-from llmaas_plugins.flash_weights.engine_modes import Hardware
-from llmaas_plugins.flash_weights.locality import typical_means
 from llmaas_plugins.flash_weights.memory_bandwidth import memory_rate
-from llmaas_plugins.flash_weights.model_sizes import (
-    ChannelBytes,
-    Metadata,
-    ModelSizes,
-    metadata_of,
-    sizes_of,
-)
-from llmaas_plugins.flash_weights.pipeline import SIMILARITY, hit_rate_between, system_of
-from llmaas_plugins.flash_weights.planner import make_plan
-
-MIB = 1 << 20
-MACHINE = Hardware(Disk(8e-6, 1.5e9, 64, 4, ()), 10e9, 60 * MIB)
-FIXED = (60 + 10 + 16 + 20 + 6) * MIB
-"""Process, resident weights, cells, a Llama, and the spare."""
-BUFFERS = 33 * MIB
-
-
-def channels(family, n_channels, n_bytes, n_layers=16):
-    means = typical_means(family, n_channels)
-    return ChannelBytes(family, n_layers, n_channels, n_bytes, n_bytes, means)
-
-
-PARTS = (
-    channels("attn_qkv", 2048, 1536),
-    channels("attn_output", 2048, 1024),
-    channels("ffn_up", 2048, 8192),
-    channels("ffn_down", 8192, 1024),
-)
-IN_CHANNELS = sum(part.all_bytes for part in PARTS)
-SIZES = ModelSizes(
-    n_layers=16,
-    streamed=530 * MIB,
-    experts=0,
-    expert_share=1.0,
-    least_experts=0,
-    largest=0,
-    resident=10 * MIB,
-    kv=16 * MIB,
-    buffers=BUFFERS,
-    work=0,
-    app=20 * MIB,
-    channels=PARTS,
-    dense=8 * MIB,
-    scales=58 * MIB,
-)
-
-
-def plan(budget_mib, sparsity=0.5, sizes=SIZES, machine=MACHINE, **known):
-    return make_plan(sizes, machine, budget_mib * MIB, sparsity, **known)
-
-
-def sparse(*args, keeps="shared", **known):
-    """Return the sparse row of a plan."""
-    return next(row for row in plan(*args, **known).sparse if row.keeps == keeps)
-
+from llmaas_plugins.flash_weights.model_sizes import Metadata, metadata_of, sizes_of
 
 # -- sizes ---------------------------------------------------------------------------------------
 
@@ -210,7 +164,7 @@ def test_the_sparse_mode_waits_for_channels():
     assert found.group_layers == 1
     computing_s = (8 * MIB + 58 * MIB + IN_CHANNELS / 2) / 10e9
     kept = (found.cache - SIZES.dense) / IN_CHANNELS
-    reads = engine_modes._channel_reads(SIZES, kept, 0.5, "shared", 12_000)
+    reads = engine_modes._Use(SIZES, kept, 0.5, "shared", 12_000).reads()
     assert found.read == reads.n_bytes
     reading_s = reads.n_reads * 8e-6 + reads.n_bytes / 1.5e9
     assert found.token_s == pytest.approx(reading_s + computing_s)
@@ -233,7 +187,8 @@ def test_channels_that_are_read_ahead_are_read_while_others_are_computed_with():
     )
     grouped = tuple(dataclasses.replace(part, stride=2 * part.n_bytes) for part in PARTS)
     found = plan(377, sizes=dataclasses.replace(SIZES, channels=grouped)).sparse
-    assert [(row.keeps, row.group_layers) for row in found] == [("busiest", 2), ("shared", 2)]
+    assert [(row.keeps, row.group_layers) for row in found] == 2 * [("busiest", 2), ("shared", 2)]
+    assert [row.preload for row in found] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +200,7 @@ def test_channels_that_are_read_ahead_are_read_while_others_are_computed_with():
 )  # fmt: skip
 def test_reads_of_channels_take_what_was_measured(keeps, share, measured_s):
     """Compare with traces of a small model's channels, on a disk of 9 µs a read and 1.5 GB/s."""
-    reads = engine_modes._channel_reads(SIZES, share, 0.5, keeps, 12 << 10)
+    reads = engine_modes._Use(SIZES, share, 0.5, keeps, 12 << 10).reads()
     seconds = Disk(9e-6, 1.5e9, 64, 4, ()).seconds(reads.n_bytes / reads.n_reads, reads.n_reads)
     assert seconds == pytest.approx(measured_s, rel=0.05)
 
@@ -254,7 +209,8 @@ def test_more_memory_is_never_slower():
     plans = [plan(budget) for budget in range(280, 900, 80)]
     for mode, rows in {
         "exact": [found.exact for found in plans],
-        **{keeps: [row for found in plans for row in found.sparse if row.keeps == keeps]
+        **{keeps: [row for found in plans for row in found.sparse
+                  if row.keeps == keeps and not row.preload]
            for keeps in ("streamed", "busiest", "shared")},
     }.items():  # fmt: skip
         for name in ("token_s", "read"):
@@ -319,69 +275,6 @@ def test_a_model_without_channels():
     found = plan(377, sizes=dataclasses.replace(SIZES, channels=(), scales=0, dense=530 * MIB))
     assert (found.sparse, found.pipeline, found.search) == ((), (), None)
     assert found.recommended is found.exact
-
-
-# -- ActiveFlow ----------------------------------------------------------------------------------
-
-
-def test_the_symbols_of_a_model():
-    system = system_of(SIZES, MACHINE, 377 * MIB)
-    assert system.s_m == IN_CHANNELS
-    assert system.m_kv == FIXED + (32 + 58 + 8) * MIB
-    weights = [part.all_bytes / IN_CHANNELS for part in PARTS]
-    assert system.si == pytest.approx(sum(
-        weight * SIMILARITY[part.family] for weight, part in zip(weights, PARTS, strict=True)
-    ))  # fmt: skip
-    one = channels("ffn_up", 2048, 8192)
-    alone = system_of(dataclasses.replace(SIZES, channels=(one,)), MACHINE, 377 * MIB)
-    for n in (1, 4):
-        assert alone.bw_flash(n) == pytest.approx(n * 8192 / (8e-6 + n * 8192 / 1.5e9))
-    assert alone.si == SIMILARITY["ffn_up"]
-
-
-def test_the_pipeline_is_the_paper():
-    found = plan(700, 0.5)
-    system = system_of(SIZES, MACHINE, 700 * MIB)
-    assert [row.group_layers for row in found.pipeline] == [cost.n for cost in found.search.tried]
-    for row, cost in zip(found.pipeline, found.search.tried, strict=True):
-        assert cost == pipeline_cost(system, 0.5, cost.n)
-        others_s = (8 + 58) * MIB / 10e9
-        assert row.token_s == pytest.approx(cost.t_decode + others_s)
-        assert row.cache == min(int(cost.m_cache), IN_CHANNELS)
-        assert row.least_budget == pytest.approx(700 * MIB - cost.m_cache, abs=2)
-        missed = IN_CHANNELS / 2 * (1 - cost.hr)
-        assert row.read == pytest.approx(missed * (1 + (1 - system.si) / cost.n))
-
-
-@pytest.mark.parametrize(("budget_mib", "expected"), [(300, None), (600, 0.0)])
-def test_its_sparsity(budget_mib, expected):
-    found = plan(budget_mib, None)
-    expected = 1 - budget_mib * MIB / IN_CHANNELS if expected is None else expected
-    assert found.sparsity == pytest.approx(expected)
-    assert all(row.sparsity == found.sparsity for row in found.sparse)
-
-
-def test_its_sparsity_has_a_limit():
-    large = [dataclasses.replace(part, n_layers=20 * part.n_layers) for part in PARTS]
-    assert plan(220, None, sizes=dataclasses.replace(SIZES, channels=tuple(large))).sparsity == 0.95
-
-
-def test_what_is_known_better_is_taken():
-    known = hit_rate_between({0.2: 0.6, 0.5: 0.9})
-    assert [known(share, 0.5) for share in (0, 0.1, 0.2, 0.5, 1)] == [0, 0.3, 0.6, 0.9, 1]
-    better, usual = plan(400, hit_rate=known), plan(400)
-    assert better.search.tried[0].hr > usual.search.tried[0].hr
-    assert better.pipeline[0].token_s < usual.pipeline[0].token_s
-    alike = plan(400, similarity=dict.fromkeys(SIMILARITY, 1.0))
-    assert alike.search.tried[0].t_onload == 0
-
-
-def test_the_caches_hit_rate_follows_from_how_large_channels_are():
-    flat = [dataclasses.replace(part, means=np.ones(part.n_channels)) for part in PARTS]
-    same = dataclasses.replace(SIZES, channels=tuple(flat))
-    assert pipeline._hit_rate(same, 0.3, 0.5) == pytest.approx(0.3, abs=0.01)
-    assert pipeline._hit_rate(SIZES, 0.3, 0.5) > 0.34
-    assert pipeline._hit_rate(SIZES, 1, 0.5) == pytest.approx(1)
 
 
 def test_memory_is_read_by_threads():
