@@ -20,14 +20,21 @@ import numpy as np
 from llmaas_eval.sizes.features import ELASTIC, MODEL
 from llmaas_hooks import LlmaasError, common_prefix
 from llmaas_plugins import activate, deadlines, elastic, short_prompts
+from llmaas_plugins.flash_weights.model_sizes import metadata_of
 from llmaas_plugins.machine import resident_bytes
 
 __all__ = ["main"]
 
 _PROMPT, _N_ANSWER, _N_CTX = tuple(range(300, 332)), 8, 512
 _CONTEXT = tuple(range(300, 700))
+_LONG_CTX, _LEFT = 8192, 64
+"""Tokens of a long context, unless the model was trained with less; the part that stays free."""
 _PACKED, _VANILLA = Path(MODEL).with_suffix(".packed"), Path("vanilla.json")
-"""Packed weights, and answers of stock llama.cpp, with which others are compared."""
+_LONG = Path("vanilla-long.json")
+"""Packed weights; answers of stock llama.cpp, with which others are compared, and its answer to a
+long context."""
+_N_WORDS = 3000
+"""Different tokens of a long context."""
 _SHARE, _OVERHEAD_BYTES = 0.6, 192 << 20
 """Share of the weights that a streamed model has in memory, and memory for all else."""
 _STORE = {"store": "kv", "codec": "lossless"}
@@ -66,6 +73,14 @@ def _vanilla() -> str:
     return f"opened in {seconds:.1f} s, answered in {asked_s:.1f} s"
 
 
+def _vanilla_long() -> str:
+    prompt = _long_context()
+    llama = _llama(n_ctx=len(prompt) + _LEFT)
+    answer, seconds = _timed(lambda: _answer(llama, prompt))
+    _LONG.write_text(json.dumps([answer]))
+    return f"{len(prompt)} tokens answered in {seconds:.1f} s"
+
+
 def _identify() -> str:
     from llmaas_plugins.model.digest import file_digest
 
@@ -92,6 +107,24 @@ def _restore() -> str:
         answer = _answer(llama, _CONTEXT)
         found = _check(status, "kv_chunks", "restored_tokens")
     return f"{found['restored_tokens']} tokens restored, {_same(answer, 1)}"
+
+
+def _save_long() -> str:
+    return _kept_long("chunks", "chunks")
+
+
+def _restore_long() -> str:
+    return _kept_long("restored_tokens", "tokens restored")
+
+
+def _kept_long(figure: str, unit: str) -> str:
+    """Answer a long context with ``kv_chunks``, which saves or restores it."""
+    prompt = _long_context()
+    with _plugged({"kv_chunks": _STORE}, n_ctx=len(prompt) + _LEFT) as (llama, status):
+        answer, seconds = _timed(lambda: _answer(llama, prompt))
+        found = _check(status, "kv_chunks", figure)
+    same = _same(answer, 0, _LONG)
+    return f"{found[figure]} {unit}, answered in {seconds:.1f} s, {same}"
 
 
 def _shorten() -> str:
@@ -129,12 +162,16 @@ def _promise() -> str:
     return f"levels by phase: {_levels(found)}"
 
 
-def _stream(mode: Mapping[str, object] | None = None) -> str:
+def _stream(mode: Mapping[str, object] | None = None, *counts: str) -> str:
+    """Answer with streamed weights; refuse if none of these counts of the model is above 0."""
     budget = int(_SHARE * Path(MODEL).stat().st_size) + resident_bytes() + _OVERHEAD_BYTES
     settings = {"memory_budget": budget, **(mode or {})}
     with _plugged({"flash_weights": settings}) as (llama, status):
         answer, seconds = _timed(lambda: _answer(llama, _PROMPT))
         found = _check(status, "flash_weights", "models")
+    (model,) = found["models"]
+    if counts and not any(model[count] for count in counts):
+        raise _RefusedError(f"flash_weights has no {counts[0]}: {model}")
     held, whole = found["held_bytes"] / 1e9, found["weight_bytes"] / 1e9
     is_equal = not mode and _PACKED.exists()  # without it, weights are not repacked
     how = f", {_same(answer, 0)}" if is_equal else ""
@@ -142,15 +179,18 @@ def _stream(mode: Mapping[str, object] | None = None) -> str:
 
 
 def _sparse() -> str:
-    return _stream({"mode": "sparse"})
+    return _stream({"mode": "sparse"}, "channel_hits", "channel_misses")
 
 
 _APPS: Mapping[str, Callable[[], str]] = {
     "vanilla": _vanilla,
+    "vanilla-long": _vanilla_long,
     "identify": _identify,
     "open": _open,
     "save": _save,
     "restore": _restore,
+    "save-long": _save_long,
+    "restore-long": _restore_long,
     "shorten": _shorten,
     "mix": _mix,
     "switch": _switch,
@@ -164,21 +204,28 @@ _APPS: Mapping[str, Callable[[], str]] = {
 
 @contextmanager
 def _plugged(
-    plugins: Mapping[str, Mapping[str, object]], model: str = MODEL
+    plugins: Mapping[str, Mapping[str, object]], model: str = MODEL, n_ctx: int = _N_CTX
 ) -> Iterator[tuple[Any, Callable[[], dict[str, Any]]]]:
     """Open a model with plugins; yield it and a function that returns the plugins' reports."""
     with activate({"on_error": "raise", "plugins": plugins}) as suite:
-        llama = _llama(model)
+        llama = _llama(model, n_ctx)
         try:
             yield llama, lambda: suite.status()["plugins"]
         finally:
             llama.close()
 
 
-def _llama(model: str = MODEL) -> Any:
+def _llama(model: str = MODEL, n_ctx: int = _N_CTX) -> Any:
     from llama_cpp import Llama
 
-    return Llama(model, n_ctx=_N_CTX, n_threads=2, n_threads_batch=2, verbose=False)
+    return Llama(model, n_ctx=n_ctx, n_threads=2, n_threads_batch=2, verbose=False)
+
+
+def _long_context() -> tuple[int, ...]:
+    """Return a prompt as long as the model was trained for, but of ``_LONG_CTX`` tokens at most."""
+    n_trained = metadata_of(Path(MODEL)).n_trained
+    n = min(_LONG_CTX, n_trained or _LONG_CTX) - _LEFT
+    return tuple(300 + i % _N_WORDS for i in range(n))
 
 
 def _answer(llama: Any, prompt: Sequence[int]) -> list[int]:
@@ -203,13 +250,13 @@ def _check(status: Callable[[], dict[str, Any]], plugin: str, figure: str) -> di
     return found
 
 
-def _same(answer: list[int], number: int) -> str:
+def _same(answer: list[int], number: int, path: Path = _VANILLA) -> str:
     """Say that an answer is stock llama.cpp's.
 
     Raises:
         _OtherAnswerError: It is not.
     """
-    expected = json.loads(_VANILLA.read_text())[number]
+    expected = json.loads(path.read_text())[number]
     if answer != expected:
         n_equal = common_prefix(np.array(answer), np.array(expected))
         message = f"another answer than stock llama.cpp from token {n_equal + 1} of {len(expected)}"

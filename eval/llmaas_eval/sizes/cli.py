@@ -49,6 +49,7 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     from llmaas_eval.sizes.activity import ACTIVITIES
     from llmaas_eval.sizes.mixture import FILE_TYPES
     from llmaas_eval.sizes.shapes import SHAPES
+    from llmaas_plugins.cli.options import at_least
 
     add = parser.add_argument
     add("shape", choices=SHAPES, metavar="SHAPE", help=f"one of {', '.join(SHAPES)}")
@@ -58,6 +59,7 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
         help="statistics of channels, heads and neurons; default %(default)s")  # fmt: skip
     add("--shrink", type=int, choices=(1, 2, 4), default=1, metavar="N",
         help="divide all widths by 1, 2 or 4; default %(default)s")  # fmt: skip
+    add("--layers", type=at_least(1), metavar="N", help="most layers; default all")
     add("--sdist", type=Path, help="llama-cpp-python's sdist; by default, pip downloads it")
     add("--seed", type=int, default=0, help="seed of the weights; default %(default)s")
     parser.set_defaults(action=_make)
@@ -89,6 +91,9 @@ def _run(args: argparse.Namespace) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:  # SIGTERM ends a feature's process, too, as Ctrl-C does
         rows = list(run_features(args.model, args.folder, limits, args.only))
+    except KeyboardInterrupt:
+        sys.stderr.write("sizes: stopped; the same command goes on from here\n")
+        return 130
     finally:
         signal.signal(signal.SIGTERM, before)
     document = {"run": run_record(), "model": args.model.stem, "rows": rows}
@@ -108,7 +113,7 @@ def _make(args: argparse.Namespace) -> int:
 
     path, activity = args.output, ACTIVITIES[args.activity]
     check_target(path, "-o")
-    shape = SHAPES[args.shape].shrunk(args.shrink)
+    shape = SHAPES[args.shape].shrunk(args.shrink, args.layers)
     vocabulary = vocabulary_file(shape.vocabulary, path.absolute().parent, args.sdist)
     model = plan_model(path.stem, shape, args.type, vocabulary)
     check_room("make", model.n_bytes, path)

@@ -79,6 +79,12 @@ GROUPS: Sequence[Group] = (
         Feature("short_prompts: attention", _app("shorten")),
     ), ("kv",)),
     Group((
+        Feature("a long context, stock llama.cpp", _app("vanilla-long")),
+        Feature("kv_chunks: save a long context", _app("save-long"),
+                "a long context, stock llama.cpp"),
+        Feature("kv_chunks: restore it", _app("restore-long"), "kv_chunks: save a long context"),
+    ), ("kv",)),
+    Group((
         Feature("knn_lm: build a datastore", _llmaas(*_BUILD, "--n-ctx", "512")),
         Feature("knn_lm: mix", _app("mix"), "knn_lm: build a datastore"),
     ), ("knn",)),

@@ -87,14 +87,15 @@ class SizedShape:
     keys: Mapping[str, int | float] = field(default_factory=dict)
     stands_in: str = ""
 
-    def shrunk(self, by: int) -> SizedShape:
+    def shrunk(self, by: int, most_layers: int | None = None) -> SizedShape:
         """Return the shape with all widths divided by ``by``, a divisor of the heads of keys.
 
-        Layers, and the width of a head, stay. The feed-forward width is rounded up to blocks of
-        K-quants.
+        Layers stay, unless there are more than ``most_layers``. The width of a head stays. The
+        feed-forward width is rounded up to blocks of K-quants.
         """
         return replace(
             self,
+            n_layer=min(self.n_layer, most_layers or self.n_layer),
             n_embd=self.n_embd // by,
             n_head=self.n_head // by,
             n_head_kv=self.n_head_kv // by,

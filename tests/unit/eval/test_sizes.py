@@ -144,6 +144,7 @@ def test_rope_factors_divide_slow_frequencies_only():
 @pytest.mark.parametrize("name", SHAPES)
 def test_shrunk_shapes_keep_groups_and_heads(name):
     whole, small = SHAPES[name], SHAPES[name].shrunk(4)
+    assert SHAPES[name].shrunk(4, 3) == replace(small, n_layer=3)
     assert small.n_head * whole.n_head_kv == whole.n_head * small.n_head_kv
     assert (small.head_dim, small.n_layer) == (whole.head_dim, whole.n_layer)
     assert not small.n_ff % 256
@@ -169,9 +170,10 @@ def test_the_command_writes_with_a_vocabulary_that_is_there(tmp_path, capsys):
     vocabulary = tmp_path / "ggml-vocab-llama-spm.gguf"
     vocabulary.symlink_to(reference_model_path())
     path = tmp_path / "model.gguf"
-    args = ["make", "mixtral-8-layers", "--shrink", "4", "--type", "Q4_0", "-o", str(path)]
-    assert main(args) == 0
+    args = ["make", "mixtral-8-layers", "--shrink", "4", "--layers", "2", "--type", "Q4_0"]
+    assert main([*args, "-o", str(path)]) == 0
     said = capsys.readouterr().out
+    assert read_header(path).fields["llama.block_count"] == 2
     assert "A quarter of Mixtral" in said
     assert "measured by" in said
     assert read_header(path).fields["llama.expert_count"] == 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,8 +112,10 @@ def run(model, folder, *options):
 def test_features_run_once_and_a_run_goes_on(model, tmp_path, capfd):
     folder = tmp_path / "run"
     found = run(model, folder, "--only", "stock llama.cpp", "kv_chunks:")
-    assert [row["verdict"] for row in found.values()] == ["works"] * 3
+    assert [row["verdict"] for row in found.values()] == ["works"] * 6
     assert found["kv_chunks: restore them"]["why"] == "400 tokens restored, the same answer"
+    restored = found["kv_chunks: restore it"]["why"]
+    assert re.fullmatch(r"1984 tokens restored, answered in [\d.]+ s, the same answer", restored)
     assert found["open, stock llama.cpp"]["private_bytes"] > 10 * MB
     assert not (folder / "kv").exists(), "a group's files are deleted"
     assert "kv_chunks: restore them ..." in capfd.readouterr().err
