@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from llmaas_eval.inference import App, Lengths
+from llmaas_eval.knn.synthetic import clustered
 from llmaas_eval.paired import repeats
 from llmaas_eval.stats import median_interval, quartiles
 from llmaas_plugins.knn_lm.archive.files import SELECTED
@@ -26,7 +27,7 @@ from llmaas_plugins.knn_lm.datastore.datastore import Datastore
 from llmaas_plugins.knn_lm.datastore.pca import fit_basis
 
 N_PAIRS = (100_000, 400_000)
-N_DIMS, N_CLUSTERS, N_A_PART = 128, 500, 20_000
+N_DIMS = 128
 LENGTHS = Lengths(n_prompt=64, n_tokens=64, n_turns=1)
 N_LIVES, N_ROUNDS = 5, 3
 SETTINGS = {
@@ -50,13 +51,8 @@ def write_store(path, model, n_pairs):
     llama = Llama(str(model), n_ctx=64, verbose=False)
     name, n_embd, n_vocab = fingerprint(llama), llama.n_embd(), llama.n_vocab()
     llama.close()
+    keys = np.concatenate([part.astype(np.float16) for part in clustered(n_pairs, n_embd)])
     rng = np.random.default_rng(0)
-    spread = (1 + np.arange(n_embd, dtype=np.float32)) ** -0.8  # roughly as in hidden states
-    centers = rng.standard_normal((N_CLUSTERS, n_embd), dtype=np.float32)
-    keys = np.empty((n_pairs, n_embd), np.float16)
-    for rows in np.array_split(keys, -(-n_pairs // N_A_PART)):
-        noise = rng.standard_normal(rows.shape, dtype=np.float32)
-        rows[:] = (centers[rng.integers(0, N_CLUSTERS, len(rows))] + 0.6 * noise) * spread
     Datastore.write(
         path,
         fingerprint=name,

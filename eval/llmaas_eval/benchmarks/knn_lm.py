@@ -1,4 +1,4 @@
-"""Tables of ``bench_knn_scan`` and ``bench_knn_decode``."""
+"""Tables of ``bench_knn_scan``, ``_decode``, ``_sizes`` and ``_select``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from llmaas_eval.benchmarks import Bench, benches
-from llmaas_eval.tables import Maker, Output, Table, bold, number, parse_interval
+from llmaas_eval.benchmarks import Bench, benches, figures, quartiles
+from llmaas_eval.tables import Maker, Output, Table, bold, number, parse_interval, percent
 
 __all__ = ["TABLES"]
 
 _RIVALS = {"numpy": "numpy fp32", "faiss-flat": "faiss Flat", "faiss-sq8": "faiss SQ8, refined"}
 _FORMS = {"whole": "all dimensions", "pca256": "256 directions"}
+_DESIGNS = ("offline", "online", "merging")
 _SELECTED = 100_000
 """Pairs of a selection; more are a full datastore."""
 
@@ -73,9 +74,48 @@ def _decoding(outputs: Sequence[Output]) -> Table:
         is_selected = n_pairs == _SELECTED and not bench.params["look_back"]
         cells = [f"{parse_interval(info[f'{side}_ms'])[0]:.1f}" for side in ("ours", "vanilla")]
         cells += [bold(speed) if is_selected else speed, f"{info['more_mib']:.0f} MiB"]
-        lines.append([", ".join(parts), f"{n_pairs:.0e}".replace("e+0", "e"), *cells])
+        lines.append([", ".join(parts), _pairs(n_pairs), *cells])
     heads = ["", "pairs", "ms a token", "vanilla", "vanilla's speed ×", "more at the peak"]
     return Table(heads, lines, "lrrrrr")
 
 
-TABLES: Mapping[str, Maker] = {"knn-scan": _searches, "knn-decode": _decoding}
+def _sizes(outputs: Sequence[Output]) -> Table:
+    """Show a token's search and mixing by the size of the datastore."""
+    runs = benches(outputs, "bench_knn_sizes::bench_token")
+    lines = [
+        [
+            _pairs(info["n_pairs"]),
+            quartiles(parse_interval(info["search_ms"])),
+            quartiles(parse_interval(info["mix_ms"])),
+            percent(info["share"], 1),
+            f"{number(info['memory_mb'])} MB",
+            f"{number(info['keys_gb'])} GB",
+        ]
+        for info in sorted((bench.info for bench in runs), key=lambda info: info["n_pairs"])
+    ]
+    heads = ["pairs", "search, ms", "mixing, ms", "of a token, at most", "memory", "keys on disk"]
+    return Table(heads, lines, "rrrrrr")
+
+
+def _designs(outputs: Sequence[Output]) -> Table:
+    """Show the time and memory of each design that selects pairs."""
+    found = figures(outputs, "bench_knn_select::bench_designs", "n_full", "design")
+    lines = []
+    for n in sorted({n for n, _ in found}):
+        rows = [found[n, design] for design in _DESIGNS]
+        times = [f"{number(row['seconds'])} s" for row in rows]
+        lines.append([f"{n:,}", *times, *(f"{row['more_mib']:.0f} MiB" for row in rows)])
+    heads = ["pairs", *_DESIGNS, *(f"{design}: more memory" for design in _DESIGNS)]
+    return Table(heads, lines, "rrrrrrr")
+
+
+def _pairs(n: int) -> str:
+    return f"{n:.0e}".replace("e+0", "e")
+
+
+TABLES: Mapping[str, Maker] = {
+    "knn-scan": _searches,
+    "knn-decode": _decoding,
+    "knn-sizes": _sizes,
+    "knn-designs": _designs,
+}

@@ -20,6 +20,7 @@ __all__ = ["main"]
 _HELP = (
     "users: simulated users and removed near-duplicates; table2: perplexity by method; "
     "table3: users whose interests change; fig9: perplexity by number of pairs; "
+    "equal: all methods with as many pairs as Algorithm 2 keeps; "
     "harm: perplexity on unrelated text; ablation: effect of each design choice; "
     "shipped: the datastore's approximate search; generated: text generated with it"
 )
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--methods",
         nargs="+",
         choices=METHODS,
-        help="methods of table2; default all (merging is slow)",
+        help="methods of table2 and equal; default all (merging is slow)",
     )
     parser.add_argument(
         "-n", "--tokens", type=int, default=8000, help="tokens scored per user; default %(default)s"

@@ -26,7 +26,7 @@ class Options:
         model: GGUF file.
         cache: Folder for users' computed pairs.
         users: Names of the users to measure.
-        methods: Names of the methods in Table 2.
+        methods: Names of the methods in Table 2 and at equal size.
         scoring: Settings of each user's study.
         out: Folder for the results.
     """

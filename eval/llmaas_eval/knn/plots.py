@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from llmaas_eval.knn.report import by_user
+from llmaas_eval.knn.rows import by_user
 from llmaas_eval.knn.scoring import Row
 from llmaas_eval.stats import perplexity
 

@@ -11,7 +11,7 @@ from llmaas_eval.knn.duplicates import without_duplicates
 from llmaas_eval.knn.generation import Writer, replies, variety, write_datastore, written
 from llmaas_eval.knn.methods import METHODS
 from llmaas_eval.knn.options import SHARE, Options
-from llmaas_eval.knn.report import as_json
+from llmaas_eval.knn.rows import as_json
 from llmaas_eval.knn.scoring import Chosen, Row, first, history_of
 from llmaas_eval.knn.shipped import DIMS, exactly, shipped
 from llmaas_eval.knn.users import load, split

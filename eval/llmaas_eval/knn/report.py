@@ -10,6 +10,7 @@ import numpy as np
 
 from llmaas_eval.knn.drift import DRIFTS
 from llmaas_eval.knn.methods import OURS, RIVALS
+from llmaas_eval.knn.rows import By, by_user, from_json
 from llmaas_eval.knn.scoring import Row
 from llmaas_eval.stats import Interval, Surprise, change, mean_change, perplexity
 from llmaas_eval.tables import (
@@ -24,20 +25,14 @@ from llmaas_eval.tables import (
     signed,
     spread,
 )
-from llmaas_plugins.knn_lm.mixing.mixture import Mixture
 
 __all__ = [
     "TABLES",
-    "as_json",
-    "by_user",
     "changes_table",
-    "from_json",
     "means_table",
     "perplexity_table",
     "report",
 ]
-
-By = dict[str, dict[str, Row]]
 
 _BOLD = "offline"
 _SHOWN = ("full", *OURS, "offline, top", "online, top", "merging")
@@ -64,31 +59,6 @@ def report(document: Output) -> str:
     """Return a figure's tables in Markdown."""
     tables = _REPORTS[document["settings"]["figure"]](document)
     return "\n\n".join(table.as_markdown() for table in tables)
-
-
-def as_json(row: Row) -> dict[str, Any]:
-    """Return a row for JSON."""
-    return row._asdict() | {
-        "mixture": row.mixture and row.mixture.as_json(),
-        "surprise": {"nats": row.surprise.nats.tolist(), "n": row.surprise.n.tolist()},
-    }
-
-
-def from_json(values: Mapping[str, Any]) -> Row:
-    """Return the row that ``as_json`` turned into ``values``."""
-    fields = {name: values[name] for name in Row._fields}
-    mixture, surprise = fields["mixture"], fields["surprise"]
-    fields["mixture"] = None if mixture is None else Mixture.from_json(mixture)
-    nats, n = np.array(surprise["nats"], float), np.array(surprise["n"], np.int64)
-    return Row(**fields | {"surprise": Surprise(nats, n)})
-
-
-def by_user(rows: Iterable[Row]) -> By:
-    """Group rows by user, then by method."""
-    found: By = {}
-    for row in rows:
-        found.setdefault(row.user, {})[row.method] = row
-    return found
 
 
 def perplexity_table(rows: Sequence[Row]) -> Table:
@@ -190,6 +160,25 @@ def _by_share(outputs: Sequence[Output]) -> Table:
             cells.append(signed(_mean(users, name, "pure").value, 1) + fewer)
         lines.append([method, *cells])
     heads = ["kept", *(percent(share) for share in shares)]
+    return Table(heads, lines, "l".ljust(len(heads), "r"))
+
+
+def _equal(outputs: Sequence[Output]) -> Table:
+    """Show Algorithm 2 beside methods that keep as many pairs."""
+    users = by_user(_scored(outputs, "equal"))
+    found = next(iter(users.values()))
+    methods = [name for name in _PERPLEXITIES if name in found]
+    others = [name for name in (*RIVALS, "offline", "stream") if name in found]
+    lines = []
+    for user, of in users.items():
+        kept = percent(of["online"].n_pairs / of["online"].n_history)
+        cells = [number(perplexity(of[name].surprise)) for name in methods]
+        changes = [_percents(change(of["online"].surprise, of[name].surprise)) for name in others]
+        lines.append([user, kept, *cells, *changes])
+    if len(users) > 1:
+        means = [_changed(users, "online", name) for name in others]
+        lines.append([bold("mean"), *[""] * (1 + len(methods)), *means])
+    heads = ["user", "kept", *methods, *(f"online to {name}" for name in others)]
     return Table(heads, lines, "l".ljust(len(heads), "r"))
 
 
@@ -340,6 +329,7 @@ _REPORTS: Mapping[str, Callable[[Output], list[Table]]] = {
     "table2": _report_methods,
     "table3": lambda document: [_drift([document]), *_report_means("pure")(document)],
     "fig9": lambda document: [_by_share([document]), *_report_means("pure", "full")(document)],
+    "equal": lambda document: [_equal([document])],
     "harm": _report_harm,
     "ablation": _report_means("pure", "random", "offline"),
     "shipped": lambda document: [

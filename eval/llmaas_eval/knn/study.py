@@ -15,8 +15,9 @@ from llmaas_eval.knn.methods import METHODS, OURS
 from llmaas_eval.knn.options import SHARE, Options
 from llmaas_eval.knn.plots import draw_bars, draw_curves
 from llmaas_eval.knn.product import draw_generated, draw_shipped
-from llmaas_eval.knn.report import as_json, report
-from llmaas_eval.knn.scoring import Method, Row, ScoringSettings, study
+from llmaas_eval.knn.report import report
+from llmaas_eval.knn.rows import as_json
+from llmaas_eval.knn.scoring import Method, Row, ScoringSettings, history_of, study
 from llmaas_eval.knn.unrelated import unrelated
 from llmaas_eval.knn.users import USERS, load, split
 from llmaas_eval.results import write
@@ -26,6 +27,8 @@ __all__ = ["FIGURES", "draw"]
 JsonRow = Mapping[str, Any]
 
 _PROMPTS = (16, 32, 64, 128)
+_BY_ITSELF = ("online", "online, top")
+"""Methods that decide how many pairs they keep."""
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 
 
@@ -95,6 +98,23 @@ def _fig9(options: Options, path: Path) -> list[JsonRow]:
     return [as_json(row) for row in rows]
 
 
+def _equal(options: Options, path: Path) -> list[JsonRow]:
+    """Measure all methods with as many pairs as Algorithm 2 keeps, whose shares double."""
+    del path
+    rows = []
+    for keys in options.each():
+        history, _ = history_of(keys, options.scoring)
+        size = round(SHARE * len(history))
+        share = len(METHODS["online"](history, size).rows) / len(history)
+        at = {
+            name: (METHODS[name], SHARE if name in _BY_ITSELF else share)
+            for name in options.methods
+            if name != "full"
+        }
+        rows += study(keys, at, options.scoring)
+    return [as_json(row) for row in rows]
+
+
 def _harm(options: Options, path: Path) -> list[JsonRow]:
     """Measure text from its beginning, and text after prompts of several lengths."""
     del path
@@ -151,6 +171,7 @@ FIGURES: Mapping[str, _Figure] = {
     "table2": _table2,
     "table3": _table3,
     "fig9": _fig9,
+    "equal": _equal,
     "harm": _harm,
     "ablation": _ablation,
     "shipped": draw_shipped,

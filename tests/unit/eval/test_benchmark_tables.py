@@ -309,6 +309,35 @@ def test_decoding_on_several_machines():
     assert made("knn-decode", epyc, document(*runs, machine="Xeon")) == rows
 
 
+def test_sizes_of_datastores():
+    info = {"search_ms": median(1.5), "mix_ms": median(0.25), "share": 0.0123}
+    info |= {"memory_mb": 15.0, "keys_gb": 0.82}
+    runs = [
+        bench("bench_knn_sizes::bench_token", info | {"n_pairs": n}, store=n)
+        for n in (1_000_000, 100_000)
+    ]
+    found = made("knn-sizes", document(*runs), same_columns=False)
+    assert [row[0] for row in found] == ["1e5", "1e6"]
+    assert found[0][1:] == ["1.50 (1.50–1.50)", "0.25 (0.25–0.25)", "1.2 %", "15.0 MB", "0.82 GB"]
+
+
+def test_designs_that_select():
+    runs = [
+        bench(
+            "bench_knn_select::bench_designs",
+            {"seconds": i * n / 1000, "more_mib": 10.0 * i, "kept": 0},
+            n_full=n,
+            design=design,
+        )
+        for n in (2000, 1000)
+        for i, design in enumerate(("offline", "online", "merging"), 1)
+    ]
+    assert made("knn-designs", document(*runs), same_columns=False) == [
+        ["1,000", "1.00 s", "2.00 s", "3.00 s", "10 MiB", "20 MiB", "30 MiB"],
+        ["2,000", "2.00 s", "4.00 s", "6.00 s", "10 MiB", "20 MiB", "30 MiB"],
+    ]
+
+
 def test_a_later_run_replaces_an_earlier_one():
     runs = [bench("bench_a::bench_it", {"n": n}, share=0.5) for n in (1, 2)]
     runs.append(bench("bench_b::bench_it", {"n": 3}, share=0.5))

@@ -14,7 +14,8 @@ from llmaas_eval.knn.generation import variety
 from llmaas_eval.knn.keys import Part, UserKeys
 from llmaas_eval.knn.methods import METHODS, without_weights
 from llmaas_eval.knn.neighbors import search
-from llmaas_eval.knn.report import as_json, changes_table, from_json, means_table, perplexity_table
+from llmaas_eval.knn.report import changes_table, means_table, perplexity_table
+from llmaas_eval.knn.rows import as_json, from_json
 from llmaas_eval.knn.scoring import Row, first, probability
 from llmaas_eval.knn.users import USERS, Chat, Split, load, split
 from llmaas_eval.stats import Surprise, change, mean_change, perplexity

@@ -15,7 +15,8 @@ from outputs import committed_rows, figure, forms, made, numbers
 from llmaas_eval.elastic.readings import Reading
 from llmaas_eval.elastic.rows import FULL, INTERPOLATED, as_json
 from llmaas_eval.elastic.rows import Row as ElasticRow
-from llmaas_eval.knn import report as knn
+from llmaas_eval.knn import rows as knn
+from llmaas_eval.knn.report import report as knn_report
 from llmaas_eval.knn.scoring import Row as KnnRow
 from llmaas_eval.sparse.report import report as sparse_report
 from llmaas_eval.stats import Surprise
@@ -45,6 +46,20 @@ def test_users():
 
 METHODS = ["pure", "full", "random", "merging", "offline", "stream", "online"]
 METHODS += ["offline, top", "online, top"]
+
+
+def test_equal_sizes():
+    rows = [
+        scored("a", method, perplexity, n_pairs=200)
+        for method, perplexity in (("pure", 50), ("random", 40), ("offline", 36), ("online", 38))
+    ]
+    rows += [row._replace(user="b") for row in rows]
+    found = knn_report(study("equal", rows)).splitlines()
+    change = ["−5.0 % (−5.0 to −5.0)", "+5.6 % (+5.6 to +5.6)"]
+    line = ["20 %", *("50.0", "40.0", "36.0", "38.0"), *change]
+    expected = [["a", *line], ["b", *line], ["**mean**", *[""] * 5, *change]]
+    cells = [[cell.strip() for cell in each.split("|")[1:-1]] for each in found[2:]]
+    assert cells == expected
 
 
 def test_perplexities():
