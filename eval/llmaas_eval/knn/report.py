@@ -269,6 +269,7 @@ TABLES: Mapping[str, Maker] = {
     "knn-perplexity": _perplexities,
     "knn-means": _means,
     "knn-kept": _by_share,
+    "knn-equal": _equal,
     "knn-rules": _rules,
     "knn-drift": _drift,
     "knn-harm": _harm,
