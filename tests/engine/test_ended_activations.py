@@ -83,8 +83,10 @@ def test_a_model_without_claimed_sources_is_not_refused(family):
                 assert other
 
 
-def test_no_model_is_not_refused_but_null(family):
+@pytest.mark.parametrize("n_ctx", [0, 512])
+def test_no_model_is_not_refused_but_null(family, n_ctx):
     claimed(family("llama"), WeightClaim(CLAIM, source="file"))  # the library is in use
     params = llama_cpp.llama_context_default_params()
+    params.n_ctx = n_ctx
     with native(plugin=Claimer()):
         assert llama_cpp.llama_init_from_model(None, params) is None

@@ -80,6 +80,9 @@ def _add_cells(create: ContextCreate, params: Any) -> int:
 
 
 def _asked(create: ContextCreate, params: Any) -> int:
+    """Return the context length that the app asked for; 0 without a model, which gives none."""
+    if not create.model:
+        return int(params.n_ctx)
     return int(params.n_ctx or llama_cpp.llama_model_n_ctx_train(create.model))
 
 
@@ -87,8 +90,9 @@ def _true_warnings(
     create: ContextCreate, params: Any, n_spare: int
 ) -> contextlib.AbstractContextManager[None]:
     """Drop llama.cpp's warning of a long context if only the added cells exceed the training."""
-    n_train = int(llama_cpp.llama_model_n_ctx_train(create.model))
-    is_true = not n_spare or _asked(create, params) > n_train
+    if not n_spare:  # an app may also pass no model
+        return contextlib.nullcontext()
+    is_true = _asked(create, params) > llama_cpp.llama_model_n_ctx_train(create.model)
     return contextlib.nullcontext() if is_true else no_length_warning()
 
 
