@@ -29,6 +29,8 @@ __all__ = [
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _MINUTE_S, _HOUR_S = 60, 3600
+_LINE_S = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 def size_text(n_bytes: int) -> str:
@@ -106,11 +108,32 @@ def progress_bar_on_copy(what: str, unit: str, total: int) -> Iterator[Any]:
         )
 
 
-def _bar(rows: Any, **kwargs: Any) -> Any:
-    """Make a progress bar on stderr, which is shown only on a terminal."""
+def _bar(rows: Any, *, file: TextIO | None = None, **kwargs: Any) -> Any:
+    """Make a progress bar on stderr; without a terminal, it prints a line now and then."""
     from tqdm import tqdm
 
-    return tqdm(rows, disable=None, leave=False, **{"file": sys.stderr, **kwargs})
+    shown: Any = sys.stderr if file is None else file
+    if shown is not None and not shown.isatty():
+        shown = _Lines(shown)
+        kwargs |= dict.fromkeys(("mininterval", "maxinterval", "delay"), _LINE_S)
+    return tqdm(rows, leave=False, file=shown, **kwargs)
+
+
+class _Lines:
+    """File in which each state of a progress bar is a line of its own, as in a log."""
+
+    def __init__(self, file: TextIO) -> None:
+        """Write to this file."""
+        self._file = file
+
+    def write(self, text: str) -> None:
+        """Write one state; what only overwrites an earlier one on a terminal is dropped."""
+        if line := text.strip():
+            self._file.write(f"{line}\n")
+
+    def flush(self) -> None:
+        """Write out what was buffered."""
+        self._file.flush()
 
 
 def print_report(args: argparse.Namespace, report: dict[str, Any], lines: Iterable[str]) -> None:
