@@ -120,7 +120,10 @@ def _bar(rows: Any, *, file: TextIO | None = None, **kwargs: Any) -> Any:
 
 
 class _Lines:
-    """File in which each state of a progress bar is a line of its own, as in a log."""
+    """File in which each state of a progress bar is a line of its own, as in a log.
+
+    The work goes on if they cannot be written: nobody reads the pipe any more, or a disk is full.
+    """
 
     def __init__(self, file: TextIO) -> None:
         """Write to this file."""
@@ -129,11 +132,13 @@ class _Lines:
     def write(self, text: str) -> None:
         """Write one state; what only overwrites an earlier one on a terminal is dropped."""
         if line := text.strip():
-            self._file.write(f"{line}\n")
+            with contextlib.suppress(OSError):
+                self._file.write(f"{line}\n")
 
     def flush(self) -> None:
         """Write out what was buffered."""
-        self._file.flush()
+        with contextlib.suppress(OSError):
+            self._file.flush()
 
 
 def print_report(args: argparse.Namespace, report: dict[str, Any], lines: Iterable[str]) -> None:

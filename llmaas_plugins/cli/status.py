@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmaas_hooks import ConfigError, LlmaasError
+from llmaas_hooks import LlmaasError
 from llmaas_plugins.cli.output import counted, one_line, print_report, setting_text, size_text
 from llmaas_plugins.cli.store_actions import expanded
 
@@ -65,18 +65,12 @@ def _key(variable: str | None) -> str | None:
     Raises:
         ConfigError: The variable is not set, or its value cannot be sent.
     """
-    from llmaas_plugins.server.api_keys import can_be_sent
+    from llmaas_plugins.server.api_keys import key_in
 
     if variable is None:
         return None
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ConfigError("the variable that --key-env names is not set. Set it to the key.")
-    if not can_be_sent(key):
-        raise ConfigError(
-            "the variable that --key-env names must contain printable ASCII without spaces."
-        )
-    return key
+    named = "the variable that --key-env names"
+    return key_in(os.environ.get(variable), named, "Set it to the key.")
 
 
 def _told(address: str, key: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from llmaas_hooks import ConfigError
 from llmaas_plugins.server.refusal import Refusal
 from llmaas_plugins.service_config import APP_NAMES, is_app_name
 
-__all__ = ["ApiKeys", "can_be_sent", "read_key_file"]
+__all__ = ["ApiKeys", "key_in", "read_key_file"]
 
 _SHORTEST_KEY = 16
 _EXPECTED = "a key must be a string of printable ASCII without spaces"
@@ -37,7 +37,7 @@ class ApiKeys:
             raise ConfigError(
                 "--api_key is empty. Give a key, or leave the option out to serve without one."
             )
-        if administrator is not None and not can_be_sent(administrator):
+        if administrator is not None and not _can_be_sent(administrator):
             raise ConfigError(f"--api_key: {_EXPECTED}. Many clients cannot send another one.")
         for app, key in apps.items():
             if key == administrator:
@@ -103,7 +103,29 @@ def read_key_file(path: Path | None) -> dict[str, str]:
     return keys
 
 
-def can_be_sent(key: str) -> bool:
+def key_in(value: str | None, variable: str, then: str) -> str:
+    """Return the key in an environment variable.
+
+    Args:
+        value: Value of the variable; None if it is not set.
+        variable: Name of the variable, as errors call it.
+        then: Advice if it is not set.
+
+    Raises:
+        ConfigError: The variable is not set, or its value cannot be sent.
+    """
+    key = (value or "").strip()
+    if not key:
+        raise ConfigError(f"{variable} is not set. {then}")
+    if not _can_be_sent(key):
+        raise ConfigError(f"{variable} must contain printable ASCII without spaces.")
+    return key
+
+
+# -- inside --------------------------------------------------------------------------------------
+
+
+def _can_be_sent(key: str) -> bool:
     """Return whether every client can send a key in a header."""
     return key.isascii() and key.isprintable() and " " not in key
 
@@ -112,7 +134,7 @@ def _check(path: Path, keys: Mapping[str, object]) -> None:
     for app, key in keys.items():
         if not is_app_name(app):  # an empty one would be nobody's
             raise _wrong(path, f"{app!r}: an app's name must be {APP_NAMES}")
-        if not isinstance(key, str) or not can_be_sent(key):
+        if not isinstance(key, str) or not _can_be_sent(key):
             raise _wrong(path, f"{app!r}: {_EXPECTED}")
         if len(key) < _SHORTEST_KEY:
             raise _wrong(path, f"{app!r}: a key must have {_SHORTEST_KEY} characters or more")

@@ -16,9 +16,8 @@ import anyio
 import h11
 from anyio.abc import ByteStream
 
-from llmaas_hooks import ConfigError
 from llmaas_plugins.cloud_config import CloudConfig
-from llmaas_plugins.server.api_keys import can_be_sent
+from llmaas_plugins.server.api_keys import key_in
 
 __all__ = ["CloudAnswer", "CloudClient", "CloudError", "cloud_key"]
 
@@ -158,18 +157,11 @@ def cloud_key(config: CloudConfig, environ: Mapping[str, str]) -> str | None:
     """
     if config.key_env is None:
         return None
-    key = environ.get(config.key_env, "").strip()
-    if not key:
-        raise ConfigError(
-            f"cloud.key_env: the variable {config.key_env} is not set. Set it to the service's "
-            "key, or remove the table [cloud]."
-        )
-    if not can_be_sent(key):
-        raise ConfigError(
-            f"cloud.key_env: the variable {config.key_env} must contain printable ASCII without "
-            "spaces."
-        )
-    return key
+    return key_in(
+        environ.get(config.key_env),
+        f"cloud.key_env: the variable {config.key_env}",
+        "Set it to the service's key, or remove the table [cloud].",
+    )
 
 
 async def _next_event(connection: h11.Connection, stream: ByteStream) -> object:

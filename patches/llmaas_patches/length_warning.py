@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from llama_cpp import llama_cpp
 
@@ -38,9 +39,17 @@ def no_length_warning() -> Iterator[None]:
         try:
             yield
         finally:
-            llama_cpp.llama_log_set(_before, data)
+            if _is_set(_others):  # else another thread has set the app's own callback meanwhile
+                llama_cpp.llama_log_set(_before, data)
     finally:
         _filtering.release()
+
+
+def _is_set(callback: Any) -> bool:
+    found, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(found), ctypes.byref(data))
+    addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in (found, callback)]
+    return addresses[0] == addresses[1]
 
 
 def _pass_on(level: int, text: bytes, data: int | None) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import time
+from pathlib import Path
 
 from llmaas_plugins.cli import output
 
@@ -45,3 +47,17 @@ def test_a_terminal_shows_a_bar_in_one_line(monkeypatch):
         bar.update(4)
     assert terminal.getvalue().startswith("\rreading: ")
     assert "\n" not in terminal.getvalue()
+
+
+def test_work_goes_on_if_nobody_reads_the_log_any_more(monkeypatch):
+    monkeypatch.setattr(output, "_LINE_S", 0)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = []
+    with os.fdopen(writer, "w", buffering=1) as log, Path(os.devnull).open("w") as unread:
+        monkeypatch.setattr(sys, "stderr", log)
+        for row in output.progress("reading", "row")(range(3)):
+            time.sleep(0.01)
+            done.append(row)
+        os.dup2(unread.fileno(), writer)  # what is buffered can be written now
+    assert done == [0, 1, 2]
